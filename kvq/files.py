@@ -1,0 +1,103 @@
+"""Reading and writing this package's own files: safetensors with a schema in the metadata.
+
+Nothing here unpickles or runs what it reads. Every fault raises a `FileFormatError` that names the
+file and the reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+#: Metadata key of the schema, such as `kvq-codebook/1`.
+SCHEMA_KEY: Final = "kvq_schema"
+
+
+class FileFormatError(ValueError):
+    """A file that is not what it should be. The message names the file and the reason."""
+
+    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
+        super().__init__(f"{os.fspath(path)}: {reason}")
+
+
+def write_tensors(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    schema: str,
+    metadata: Mapping[str, str],
+) -> None:
+    """Write tensors and string metadata under a schema; the file appears whole or not at all.
+
+    Args:
+        path: Where; its folder is made if need be.
+        tensors: By name.
+        schema: Name and version, such as `kvq-codebook/1`.
+        metadata: Strings by name.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(contents, partial, {**metadata, SCHEMA_KEY: schema})
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def identify(path: str | os.PathLike[str]) -> str:
+    """The schema of a file of ours.
+
+    Raises:
+        FileFormatError: It cannot be read, or is not one of ours.
+    """
+    return _read_metadata(path)[SCHEMA_KEY]
+
+
+def read_tensors(
+    path: str | os.PathLike[str], schema: str
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a file of this schema.
+
+    Args:
+        path: The file.
+        schema: What it must be, such as `kvq-codebook/1`.
+
+    Raises:
+        FileFormatError: It cannot be read, is truncated, pickled, or of another schema.
+    """
+    metadata = _read_metadata(path)
+    found = metadata.pop(SCHEMA_KEY)
+    if found != schema:
+        raise FileFormatError(path, f"schema must be {schema}, got {found!r}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
+    except SafetensorError as error:
+        raise FileFormatError(path, f"not a valid safetensors file ({error})") from None
+
+
+def _read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    try:
+        with open(path, "rb") as raw:
+            magic = raw.read(8)
+    except OSError as error:
+        raise FileFormatError(path, f"cannot be read ({error.strerror})") from None
+    if not magic:
+        raise FileFormatError(path, "is empty")
+    if magic[:4] == b"PK\x03\x04" or magic[:1] == b"\x80":
+        raise FileFormatError(path, "is a pickle or a zip archive, which is never loaded")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+    except (SafetensorError, UnicodeDecodeError) as error:
+        raise FileFormatError(path, f"not a valid safetensors file ({error})") from None
+    if SCHEMA_KEY not in metadata:
+        raise FileFormatError(path, f"has no {SCHEMA_KEY} in its metadata: not one of ours")
+    return metadata

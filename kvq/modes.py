@@ -1,0 +1,420 @@
+"""The table of storage modes.
+
+A mode says how one row (one token's vector of one KV head) is stored. It is made of parts:
+rotation, normalization, grid of codes, codebook, scale fit, rounding, stored word, packing. Both
+tiers read the parts and never a mode's name, so a new mode is one row here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Final
+
+from kvq.codebooks import CODEBOOKS, Codebook
+from kvq.rounding import Rounding
+from kvq.scale_word import WORD_BYTES, ZERO_POINT_BITS, StoredWord
+
+#: Ends the full name of every mode: one scale per token and KV head.
+SUFFIX: Final = "_per_token_head"
+#: Bits per code that a packing exists for.
+PACKINGS: Final = (1, 2, 3, 4, 8)
+#: The seed of the sign tables.
+DEFAULT_SEED: Final = 0x9E3779B9
+#: The smallest Hadamard block that mixes enough to be worth its time.
+SMALLEST_BLOCK: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """A block-diagonal Hadamard transform with signs: `y = H (s0 * x)`, unnormalized.
+
+    >>> Rotation().block_size(96), Rotation(rounds=2).gain(96)
+    (32, 1024)
+    """
+
+    #: 1: `H (s0 * x)`; 2: `H (s1 * H (s0 * x))`.
+    rounds: int = 1
+    #: Random signs drawn from `seed`, or all +1.
+    random_signs: bool = True
+    #: Seed of the sign tables.
+    seed: int = DEFAULT_SEED
+    #: Draw the signs of one block and repeat them in each (the first implementation's way), or
+    #: draw a row of signs as long as the head.
+    repeat_block_signs: bool = False
+    #: Round the rotated row to the input's dtype (the first implementation's way).
+    round_to_input: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rounds not in (1, 2):
+            raise ValueError(f"rounds must be 1 or 2, got {self.rounds!r}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be between 0 and 2^64 - 1, got {self.seed!r}")
+
+    @staticmethod
+    def block_size(head_dim: int) -> int:
+        """`b`, the largest power of two that divides `head_dim`."""
+        return head_dim & -head_dim
+
+    def gain(self, head_dim: int) -> int:
+        """`N = b ** rounds`: the factor by which a rotation and its transpose multiply a row."""
+        return self.block_size(head_dim) ** self.rounds
+
+    def check(self, head_dim: int) -> None:
+        """`head_dim` must have a block that mixes.
+
+        Raises:
+            ValueError: `head_dim` is not divisible by 16.
+        """
+        if head_dim <= 0 or head_dim % SMALLEST_BLOCK:
+            raise ValueError(
+                f"head_dim must be divisible by {SMALLEST_BLOCK} for a Hadamard rotation, "
+                f"got {head_dim}"
+            )
+
+
+#: All signs +1, one round.
+HADAMARD: Final = Rotation(random_signs=False)
+#: Random signs of the default seed, one round.
+RANDOM_HADAMARD: Final = Rotation()
+
+
+class Normalization(Enum):
+    """What a row is divided by (and moved by) before it meets the grid of codes."""
+
+    #: The largest magnitude of the row over the largest code; the scale has a floor of 1e-6.
+    ABSMAX = "absmax"
+    #: The range, stretched to hold zero, over the largest code, with an integer zero-point; the
+    #: scale that is stored is the scale that encodes.
+    ZERO_RANGE = "zero_range"
+    #: As the first implementation of `int4`: the bare range, a zero-point that can saturate, and a
+    #: scale that is truncated only when it is stored. For parity with existing caches.
+    CLAMPED_RANGE = "clamped_range"
+    #: The smallest value and the range over the largest code, both float16.
+    MIN_RANGE = "min_range"
+    #: The root mean square of the row.
+    RMS = "rms"
+    #: The entry of largest magnitude, with its sign; the lowest channel among equals.
+    SIGNED_MAX = "signed_max"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Grid(Enum):
+    """What a code stands for."""
+
+    #: Two's complement integers.
+    SIGNED = "signed"
+    #: Unsigned integers.
+    UNSIGNED = "unsigned"
+    #: The 8-bit float e4m3fn: largest 448, no infinity.
+    E4M3 = "e4m3"
+    #: The index of a level of a codebook.
+    CODEBOOK = "codebook"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class ScaleFit(Enum):
+    """How the word of a codebook row is chosen once its codes are known.
+
+    `y` is the rotated row, `c` the levels of its codes.
+    """
+
+    #: The normalization itself: the RMS (or the signed maximum) of the row.
+    UNIT = "unit"
+    #: `<y, c> / <c, c>`: the smallest squared error.
+    LEAST_SQUARES = "least_squares"
+    #: `|y| / |c|`: the row keeps its length.
+    NORM_MATCH = "norm_match"
+    #: `<y, y> / <y, c>`: the row keeps its projection on itself.
+    UNBIASED = "unbiased"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+#: The normalizations, words and largest codes that go together.
+_INTEGER_WORDS: Final = {
+    Normalization.ABSMAX: (StoredWord.FLOAT32, (Grid.SIGNED, Grid.E4M3)),
+    Normalization.ZERO_RANGE: (StoredWord.FLOAT32_ZERO_POINT, (Grid.UNSIGNED,)),
+    Normalization.CLAMPED_RANGE: (StoredWord.FLOAT32_ZERO_POINT, (Grid.UNSIGNED,)),
+    Normalization.MIN_RANGE: (StoredWord.FLOAT16_PAIR, (Grid.UNSIGNED,)),
+    Normalization.RMS: (StoredWord.FLOAT32, (Grid.CODEBOOK,)),
+    Normalization.SIGNED_MAX: (StoredWord.FLOAT32, (Grid.CODEBOOK,)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to store a row. `str(mode)` is its name.
+
+    >>> mode = MODES["int4_per_token_head"]
+    >>> mode.levels, mode.bytes_per_row(128), mode.bits_per_value(128)
+    (16, 64, Fraction(17, 4))
+    """
+
+    #: Its name in ids, tables, files and figures.
+    name: str
+    #: Bits of one code: 1, 2, 3, 4 or 8. They fix the packing, first code in the lowest bits.
+    bits: int
+    #: What a code stands for.
+    grid: Grid
+    #: What a row is divided by.
+    normalization: Normalization
+    #: What the stored word holds.
+    word: StoredWord
+    #: The transform before everything else, or `None`.
+    rotation: Rotation | None = None
+    #: How codes and zero-point are rounded; `None` for codebooks, which compare with thresholds.
+    rounding: Rounding | None = None
+    #: The levels, for `Grid.CODEBOOK`.
+    codebook: Codebook | None = None
+    #: How the word is chosen, for `Grid.CODEBOOK`.
+    scale_fit: ScaleFit | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError(f"name must not be empty, got {self.name!r}")
+        if self.bits not in PACKINGS:
+            raise ValueError(f"bits must be one of {PACKINGS}, got {self.bits!r}")
+        word, grids = _INTEGER_WORDS[self.normalization]
+        if self.word is not word:
+            raise ValueError(f"word must be {word} for {self.normalization}, got {self.word}")
+        if self.grid not in grids:
+            names = " or ".join(str(grid) for grid in grids)
+            raise ValueError(f"grid must be {names} for {self.normalization}, got {self.grid}")
+        if self.grid in (Grid.SIGNED, Grid.E4M3) and self.bits != 8:
+            raise ValueError(f"bits must be 8 for the grid {self.grid}, got {self.bits}")
+        if self.grid is Grid.UNSIGNED and self.bits > ZERO_POINT_BITS:
+            raise ValueError(f"bits must be at most 4 for the grid {self.grid}, got {self.bits}")
+        if (self.grid is Grid.CODEBOOK) != (self.codebook is not None):
+            raise ValueError(
+                f"codebook must be given for the grid codebook and for no other, "
+                f"got {self.codebook} with the grid {self.grid}"
+            )
+        if (self.grid is Grid.CODEBOOK) != (self.scale_fit is not None):
+            raise ValueError(
+                f"scale_fit must be given for the grid codebook and for no other, "
+                f"got {self.scale_fit} with the grid {self.grid}"
+            )
+        if (self.grid is Grid.CODEBOOK) != (self.rounding is None):
+            raise ValueError(
+                f"rounding must be given for every grid but codebook, "
+                f"got {self.rounding} with the grid {self.grid}"
+            )
+        if self.codebook is not None and self.codebook.num_levels > 2**self.bits:
+            raise ValueError(
+                f"codebook must have at most {2**self.bits} levels for {self.bits} bits, "
+                f"got {self.codebook.num_levels}"
+            )
+
+    @property
+    def levels(self) -> int:
+        """How many codes there are: the codebook's levels, or `2 ** bits`."""
+        return 2**self.bits if self.codebook is None else self.codebook.num_levels
+
+    @property
+    def max_code(self) -> int:
+        """The largest code of an integer grid: 127 if signed, `2 ** bits - 1` if not."""
+        return 127 if self.grid is Grid.SIGNED else 2**self.bits - 1
+
+    @property
+    def codes_per_byte(self) -> Fraction:
+        """Codes in a byte: 8 / bits, which is 8/3 for three bits."""
+        return Fraction(8, self.bits)
+
+    @property
+    def folds_gain(self) -> bool:
+        """Whether the stored word already holds the `1/N` of the rotation."""
+        return self.word is not StoredWord.FLOAT32_ZERO_POINT
+
+    def gain(self, head_dim: int) -> int:
+        """`N` of the rotation at this head size; 1 without a rotation."""
+        return 1 if self.rotation is None else self.rotation.gain(head_dim)
+
+    def check_head_dim(self, head_dim: int, argument: str = "head_dim") -> None:
+        """`head_dim` must fill whole bytes, and suit the rotation.
+
+        Raises:
+            ValueError: It does not; the message names the rule.
+        """
+        multiple = 8 // math.gcd(8, self.bits)
+        if head_dim <= 0 or head_dim % multiple:
+            raise ValueError(
+                f"{argument} must be a positive multiple of {multiple} to fill whole bytes with "
+                f"{self.bits}-bit codes, got {head_dim}"
+            )
+        if self.rotation is not None:
+            self.rotation.check(head_dim)
+
+    def bytes_per_row(self, head_dim: int) -> int:
+        """Bytes of the packed codes of one row, without its stored word."""
+        self.check_head_dim(head_dim)
+        return head_dim * self.bits // 8
+
+    def head_dim(self, bytes_per_row: int) -> int:
+        """The head size whose packed codes fill `bytes_per_row` bytes.
+
+        Raises:
+            ValueError: No head size does.
+        """
+        if bytes_per_row <= 0 or bytes_per_row * 8 % self.bits:
+            raise ValueError(
+                f"bytes_per_row must hold whole {self.bits}-bit codes, got {bytes_per_row}"
+            )
+        head_dim = bytes_per_row * 8 // self.bits
+        self.check_head_dim(head_dim)
+        return head_dim
+
+    def bytes_per_token_head(self, head_dim: int) -> int:
+        """Bytes of one row with its stored word."""
+        return self.bytes_per_row(head_dim) + WORD_BYTES
+
+    def bits_per_value(self, head_dim: int) -> Fraction:
+        """Stored bits per channel, the stored word counted."""
+        return Fraction(8 * self.bytes_per_token_head(head_dim), head_dim)
+
+    def with_codebook(self, codebook: Codebook, *, name: str | None = None) -> Mode:
+        """This mode with another codebook, in the smallest packing that holds its levels.
+
+        Args:
+            codebook: Any `Codebook`, such as a freshly fitted one.
+            name: Name of the new mode; by default this mode's short name, `+` and the codebook's.
+
+        Raises:
+            ValueError: This is not a codebook mode, or `name` is that of a shipped mode.
+        """
+        if self.grid is not Grid.CODEBOOK:
+            raise ValueError(
+                f"mode must be a codebook mode to take another codebook, got {self.name}"
+            )
+        bits = next(bits for bits in PACKINGS if codebook.num_levels <= 2**bits)
+        new = f"{short_name(self.name)}+{codebook.name}" if name is None else name
+        if new in MODES:
+            raise ValueError(f"name must not be that of a shipped mode, got {new!r}")
+        return replace(self, name=new, bits=bits, codebook=codebook)
+
+    def with_rounding(self, rounding: Rounding) -> Mode:
+        """This mode under another rounding, named for it (itself, if it is the same).
+
+        Raises:
+            ValueError: This is a codebook mode: it compares with thresholds and does not round.
+        """
+        if self.rounding is None:
+            raise ValueError(
+                f"mode must round to take another rounding, got {self.name}, which has a codebook"
+            )
+        if rounding is self.rounding:
+            return self
+        return replace(self, name=f"{short_name(self.name)}@{rounding}", rounding=rounding)
+
+    def without_rotation(self) -> Mode:
+        """This mode with no rotation, named for it (itself, if it has none)."""
+        if self.rotation is None:
+            return self
+        return replace(self, name=f"{short_name(self.name)}@unrotated", rotation=None)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def short_name(name: str) -> str:
+    """A mode's name without `_per_token_head`."""
+    return name.removesuffix(SUFFIX)
+
+
+def _absmax(stem: str, grid: Grid, rounding: Rounding) -> Mode:
+    return Mode(stem + SUFFIX, 8, grid, Normalization.ABSMAX, StoredWord.FLOAT32, None, rounding)
+
+
+def _affine(stem: str, normalization: Normalization, word: StoredWord) -> Mode:
+    return Mode(
+        stem + SUFFIX,
+        4,
+        Grid.UNSIGNED,
+        normalization,
+        word,
+        RANDOM_HADAMARD,
+        Rounding.HALF_AWAY,
+    )
+
+
+def _codebook(stem: str, normalization: Normalization, codebook: str, fit: ScaleFit) -> Mode:
+    book = CODEBOOKS[codebook]
+    return Mode(
+        stem + SUFFIX,
+        (book.num_levels - 1).bit_length(),
+        Grid.CODEBOOK,
+        normalization,
+        StoredWord.FLOAT32,
+        RANDOM_HADAMARD,
+        codebook=book,
+        scale_fit=fit,
+    )
+
+
+_LLOYD_FITS: Final = {
+    ScaleFit.LEAST_SQUARES: "",
+    ScaleFit.UNIT: "_unit",
+    ScaleFit.NORM_MATCH: "_norm_match",
+    ScaleFit.UNBIASED: "_unbiased",
+}
+
+_ROWS = (
+    _absmax("int8", Grid.SIGNED, Rounding.HALF_AWAY),
+    _absmax("fp8", Grid.E4M3, Rounding.HALF_EVEN),
+    _affine("int4", Normalization.ZERO_RANGE, StoredWord.FLOAT32_ZERO_POINT),
+    _codebook("int2", Normalization.RMS, "gaussian_4", ScaleFit.UNIT),
+    *(
+        _codebook(f"lloyd{bits}{ending}", Normalization.RMS, f"gaussian_{2**bits}", fit)
+        for bits in (1, 2, 3, 4)
+        for fit, ending in _LLOYD_FITS.items()
+    ),
+    *(
+        _codebook(
+            f"smax{bits}", Normalization.SIGNED_MAX, f"signed_max_{2**bits}", ScaleFit.LEAST_SQUARES
+        )
+        for bits in (2, 3, 4)
+    ),
+    _affine("affine4", Normalization.MIN_RANGE, StoredWord.FLOAT16_PAIR),
+)
+
+#: Every shipped mode by its full name, in the order of the tables. Read-only.
+MODES: Final[Mapping[str, Mode]] = MappingProxyType({row.name: row for row in _ROWS})
+
+#: `int4` as its first implementation encodes it on the float32 butterfly path: for parity with
+#: caches that exist. Its range need not hold zero, so its zero-point can saturate.
+INT4_FIRST_IMPLEMENTATION: Final = replace(
+    MODES["int4_per_token_head"],
+    name="int4@first_implementation",
+    normalization=Normalization.CLAMPED_RANGE,
+    rotation=Rotation(repeat_block_signs=True, round_to_input=True),
+)
+
+
+def mode(name: str | Mode) -> Mode:
+    """The mode of that name; `_per_token_head` may be left off. A `Mode` is handed back.
+
+    >>> mode("int4").name
+    'int4_per_token_head'
+
+    Raises:
+        ValueError: There is no such mode; the message lists them.
+        TypeError: `name` is neither a string nor a `Mode`.
+    """
+    if isinstance(name, Mode):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"mode must be a name or a Mode, got {type(name).__name__}")
+    full = name if name in MODES else name + SUFFIX
+    if full not in MODES:
+        valid = ", ".join(short_name(known) for known in MODES)
+        raise ValueError(f"mode must be one of {valid}, got {name!r}")
+    return MODES[full]

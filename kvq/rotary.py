@@ -1,0 +1,84 @@
+"""How a model applied RoPE to its queries and keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class RotaryLayout(Enum):
+    """Which two channels make a RoPE pair."""
+
+    #: Channel `i` and channel `i + rotary_dim / 2` (Llama, Qwen, Gemma, NeoX).
+    HALF = "half"
+    #: Channel `2i` and channel `2i + 1` (GPT-J, Cohere).
+    INTERLEAVED = "interleaved"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """RoPE: pair `i` is turned by `position * inverse_frequencies[i]` and then scaled.
+
+    Channels from `rotary_dim` on pass through.
+    """
+
+    #: Radians per position, one for each pair; float32 numbers.
+    inverse_frequencies: tuple[float, ...]
+    #: How many channels are rotated: twice the number of pairs.
+    rotary_dim: int
+    #: Which channels make a pair.
+    layout: RotaryLayout = RotaryLayout.HALF
+    #: Multiplies cosine and sine (YaRN's attention factor); 1 for most models.
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rotary_dim <= 0 or self.rotary_dim != 2 * len(self.inverse_frequencies):
+            raise ValueError(
+                "rotary_dim must be twice the number of inverse frequencies "
+                f"({2 * len(self.inverse_frequencies)}), got {self.rotary_dim}"
+            )
+        if not all(math.isfinite(value) and value >= 0 for value in self.inverse_frequencies):
+            raise ValueError("inverse_frequencies must be finite and not negative")
+        if not (math.isfinite(self.attention_factor) and self.attention_factor > 0):
+            raise ValueError(
+                f"attention_factor must be positive and finite, got {self.attention_factor}"
+            )
+
+    def to_json(self) -> dict[str, object]:
+        """A JSON object; `from_json` gives back an equal spec."""
+        return {
+            "inverse_frequencies": list(self.inverse_frequencies),
+            "rotary_dim": self.rotary_dim,
+            "layout": self.layout.value,
+            "attention_factor": self.attention_factor,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, object]) -> RotarySpec:
+        """A spec from its JSON object.
+
+        Raises:
+            ValueError: A field is missing, unknown or of the wrong kind.
+        """
+        known = {"inverse_frequencies", "rotary_dim", "layout", "attention_factor"}
+        if not isinstance(value, Mapping) or set(value) != known:
+            raise ValueError(f"rotary must be a JSON object with the fields {sorted(known)}")
+        frequencies = value["inverse_frequencies"]
+        if not isinstance(frequencies, list) or not all(
+            isinstance(item, (int, float)) for item in frequencies
+        ):
+            raise ValueError("inverse_frequencies must be a list of numbers")
+        rotary_dim, factor = value["rotary_dim"], value["attention_factor"]
+        if not isinstance(rotary_dim, int) or not isinstance(factor, (int, float)):
+            raise ValueError("rotary_dim must be an integer and attention_factor a number")
+        return cls(
+            tuple(float(item) for item in frequencies),
+            rotary_dim,
+            RotaryLayout(value["layout"]),
+            float(factor),
+        )

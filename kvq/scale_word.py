@@ -1,0 +1,45 @@
+"""Bit layout of the word that is stored beside each row of codes. Constants only.
+
+A word holds what turns a row of codes back into numbers. It is one float32 (four bytes); in two
+layouts its bits carry a second number.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+#: Bytes of one stored word.
+WORD_BYTES: Final = 4
+#: The smallest scale of the integer modes. Nearest float32: `0x358637bd`.
+SCALE_FLOOR: Final = 1e-6
+#: The low mantissa bits of a float32 scale that hold the zero-point.
+ZERO_POINT_BITS: Final = 4
+#: Selects the zero-point in the word's bits.
+ZERO_POINT_MASK: Final = 0x0000000F
+#: Clears the zero-point from the word's bits, as a signed 32-bit integer (`~ZERO_POINT_MASK`).
+SCALE_MASK: Final = -16
+#: Bits of the word of a NaN row: the canonical quiet NaN.
+NAN_WORD: Final = 0x7FC00000
+#: Exponent bits of a float32; all of them set means infinity or NaN.
+EXPONENT_MASK: Final = 0x7F800000
+#: Exponent bits of a float16.
+EXPONENT_MASK_16: Final = 0x7C00
+#: A codebook-mode row whose sum of squares is below this is a zero row: 2^-126, the smallest normal.
+SMALLEST_NORMAL: Final = 2.0**-126
+#: The smallest scale of a float16 pair: 2^-24, the smallest positive float16.
+SCALE_FLOOR_16: Final = 2.0**-24
+
+
+class StoredWord(Enum):
+    """What the stored word of a row holds."""
+
+    #: One float32: the scale.
+    FLOAT32 = "float32"
+    #: One float32 scale with its low 4 mantissa bits cleared, and an unsigned zero-point in them.
+    FLOAT32_ZERO_POINT = "float32_zero_point"
+    #: Two float16: the scale in the low half, the smallest value of the row in the high half.
+    FLOAT16_PAIR = "float16_pair"
+
+    def __str__(self) -> str:
+        return self.value
