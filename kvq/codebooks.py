@@ -161,6 +161,22 @@ def _symmetric(positive_levels: str, positive_thresholds: str) -> Codebook:
     )
 
 
+def _signed_max(levels: str, thresholds: str) -> Codebook:
+    """The codebook of a row divided by its signed maximum, fitted at head size 128."""
+    values = _floats(levels)
+    n = len(values)
+    return Codebook(
+        name=f"signed_max_{n}",
+        levels=values,
+        thresholds=_floats(thresholds),
+        recipe=Recipe("signed_max(128)", n, symmetric=False, weighted=True),
+        provenance=Provenance(
+            "Lloyd-Max fixed point of y/m, 128 draws y of N(0,1), m the one of largest magnitude, "
+            "weighted by m^2"
+        ),
+    )
+
+
 _ROWS = (
     _symmetric("3f4c422a", ""),
     _symmetric("3ee7d2c9 3fc1555d", "3f7b4a0f"),
@@ -168,6 +184,17 @@ _ROWS = (
     _symmetric(
         "3e0379fd 3ec6ae44 3f28215e 3f713d39 3fa0cc2f 3fcf1c25 40046ac7 402ee2bf",
         "3e8435a1 3f05bc40 3f4caf4b 3f8cb566 3fb7f42a 3febf8da 4019a6c3",
+    ),
+    _signed_max("bf00a814 be089b20 3e3e2010 3f142b1d", "bea2cedc 3cd613c0 3ec3b321"),
+    _signed_max(
+        "bf33dfdc bedd598a be6c7080 bd5ee82e 3def8add 3e996995 3f04ac43 3f57bbc0",
+        "bf114650 bea9c8e5 be121546 3d0016c6 3e554c4d 3ed1610e 3f2e3402",
+    ),
+    _signed_max(
+        "bf57b26d bf27c26a bf03b4fe becb7990 be96a6ae be4c632a bde168f1 bcbd9d30 "
+        "3d8182b3 3e1ab7ee 3e787777 3eae7402 3ee62389 3f136d75 3f3be2e0 3f761755",
+        "bf3fba6c bf15bbb4 bee971c5 beb1101f be7cd843 be1e8bd2 bd88681f 3ca436cd "
+        "3ddb7948 3e4997b3 3e9557df 3eca4bc5 3f033f9d 3f27a82b 3f58fd1b",
     ),
 )
 
