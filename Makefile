@@ -1,0 +1,57 @@
+# `make report` and `make test` set up what they need in .venv and run. PYTHON chooses the
+# interpreter (3.11 or newer), WORKERS the number of test processes.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+.PHONY: report test test-all lint types format readme wheel clean
+
+## The main job, on the embedded sample: writes ./report.
+report: $(VENV)/installed
+	$(BIN)/kvq report --out report
+
+## What CI runs: style, types, tests.
+test: lint types
+	$(PYTEST)
+
+## The slow tests too, and those that need a browser, a language model or a GPU, where there is one.
+test-all: lint types
+	$(PYTEST) -m ""
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed-dev
+	$(BIN)/mypy
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+## Rewrite the table of modes in the README.
+readme: $(VENV)/installed
+	$(BIN)/kvq modes --into README.md
+
+wheel: $(VENV)/installed-dev
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf $(VENV) build dist report *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@echo "installing kvq into $(VENV) (once; minutes, if torch has to be downloaded)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	@echo "installing what the tests need into $(VENV) (once)"
+	$(PIP) -e '.[dev,hf]'
+	touch $@
