@@ -6,15 +6,29 @@ tests take either.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kvq.checks import check_tensor, resolve_enum
+from kvq.checks import (
+    INPUT_DTYPES,
+    check_dtype,
+    check_input,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    resolve_enum,
+)
 from kvq.modes import Mode, Rotation
+
+#: The dtypes of slots, blocks and lengths.
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 class Layout(Enum):
@@ -65,14 +79,71 @@ class AttentionFeatures:
     sink_logits: Tensor | None = None
     #: `[S, S]` for every sequence, or `[sequences, S, S]`: entry `(i, s)` is added to the logit of
     #: the `i`-th new token of a sequence and its `s`-th new token as a key; other pairs get
-    #: nothing. -inf hides a key: a speculative tree.
+    #: nothing. -inf hides a key as the mask does: a speculative tree.
     query_query_bias: Tensor | None = None
     #: `[T or 1, Hq or 1, K]`, K at least the longest sequence: added to the logit last, by the
-    #: key's index in its sequence.
+    #: key's index in its sequence. -inf hides a key as the mask does.
     logit_bias: Tensor | None = None
     #: `[sequences]` int32 or int64: keys before it are hidden (left padding), and positions count
-    #: from it.
+    #: from it. Distances do not change, so nothing but the hiding can be seen.
     first_key: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            if not isinstance(self.window, int) or isinstance(self.window, bool):
+                raise TypeError(f"window must be an int, got {type(self.window).__name__}")
+            if self.window < 1:
+                raise ValueError(f"window must be at least 1, got {self.window}")
+        if self.soft_cap is not None and not (0 < self.soft_cap < math.inf):
+            raise ValueError(f"soft_cap must be positive and finite, got {self.soft_cap}")
+        for argument, value in self._tensors().items():
+            allowed = INDEX_DTYPES if argument == "first_key" else (torch.float32,)
+            check_dtype(argument, check_tensor(argument, value), *allowed)
+
+    def check(self, query: Tensor, num_sequences: int) -> None:
+        """The features must fit a query `[T, Hq, D]` of `num_sequences` sequences.
+
+        Raises:
+            ValueError: One has another shape or is on another device; the message names it.
+        """
+        num_tokens, num_heads = query.shape[:2]
+        for argument, value in self._tensors().items():
+            check_same_device(argument, value, "query", query)
+        for argument, per_head in (
+            ("alibi_slopes", self.alibi_slopes),
+            ("sink_logits", self.sink_logits),
+        ):
+            if per_head is not None:
+                check_shape(argument, per_head, (num_heads,), "[query heads]")
+        if self.first_key is not None:
+            check_shape("first_key", self.first_key, (num_sequences,), "[sequences]")
+        if (bias := self.query_query_bias) is not None:
+            shape = tuple(bias.shape)
+            if shape[-1:] != shape[-2:-1] or shape[:-2] not in ((), (num_sequences,)):
+                raise ValueError(
+                    f"query_query_bias must be [S, S] or [sequences, S, S] with {num_sequences} "
+                    f"sequences, got {list(shape)}"
+                )
+        if (bias := self.logit_bias) is not None and (
+            bias.ndim != 3
+            or bias.shape[0] not in (1, num_tokens)
+            or bias.shape[1] not in (1, num_heads)
+        ):
+            raise ValueError(
+                f"logit_bias must be [{num_tokens} or 1, {num_heads} or 1, keys], "
+                f"got {list(bias.shape)}"
+            )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The features that are tensors and given, by name."""
+        named = {
+            "alibi_slopes": self.alibi_slopes,
+            "sink_logits": self.sink_logits,
+            "query_query_bias": self.query_query_bias,
+            "logit_bias": self.logit_bias,
+            "first_key": self.first_key,
+        }
+        return {name: value for name, value in named.items() if value is not None}
 
 
 class AttentionOutput(NamedTuple):
@@ -80,8 +151,8 @@ class AttentionOutput(NamedTuple):
 
     #: `[T, Hq, Dv]` in the query's dtype.
     output: Tensor
-    #: `[T, Hq]` float32, natural logarithm of the softmax denominator (the sink included); -inf
-    #: where no key is visible.
+    #: `[T, Hq]` float32 (float64 for a float64 query), natural logarithm of the softmax
+    #: denominator (the sink included); -inf where no key is visible.
     log_sum_exp: Tensor
 
 
@@ -157,6 +228,164 @@ def as_hnd(cache: PagedKV) -> tuple[Tensor, Tensor]:
     return codes, words
 
 
+def checks_values(check: bool | None, tensor: Tensor) -> bool:
+    """Whether to look at the values of slots, blocks and lengths: by default on the CPU only.
+
+    Elsewhere a look would wait for the device.
+    """
+    return tensor.device.type == "cpu" if check is None else check
+
+
+def check_cache_pair(key_cache: PagedKV, value_cache: PagedKV) -> tuple[int, int, int]:
+    """Blocks, KV heads and block size, which keys and values must share.
+
+    Raises:
+        TypeError, ValueError: They do not, or a cache is not well formed.
+    """
+    keys, values = as_hnd(key_cache)[1], as_hnd(value_cache)[1]
+    check_same_device("value_cache", values, "key_cache", keys)
+    check_shape("value_cache", values, tuple(keys.shape), "[blocks, heads, block_size]")
+    blocks, heads, block_size = keys.shape
+    return blocks, heads, block_size
+
+
+def check_cache_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: PagedKV,
+    value_cache: PagedKV,
+    slot_mapping: Tensor,
+    check: bool | None,
+) -> None:
+    """The argument rules of `reshape_and_cache`; `check` as `checks_values` takes it.
+
+    Raises:
+        TypeError, ValueError: A rule is broken; the message names argument, rule and value.
+    """
+    num_blocks, num_heads, block_size = check_cache_pair(key_cache, value_cache)
+    num_tokens = check_input("key", key).shape[0]
+    for argument, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        head_dim = cache.mode.head_dim(cache.codes.shape[3])
+        check_shape(
+            argument,
+            check_input(argument, rows),
+            (None if argument == "key" else num_tokens, num_heads, head_dim),
+            "[tokens, heads, head_dim]",
+        )
+        check_same_device(argument, rows, "its cache", cache.codes)
+    check_dtype("slot_mapping", check_tensor("slot_mapping", slot_mapping), *INDEX_DTYPES)
+    check_shape("slot_mapping", slot_mapping, (None,), "[tokens]")
+    check_same_device("slot_mapping", slot_mapping, "key", key)
+    if len(slot_mapping) > num_tokens:
+        raise ValueError(
+            f"slot_mapping must have at most one entry for each of the {num_tokens} tokens, "
+            f"got {len(slot_mapping)}"
+        )
+    if not checks_values(check, slot_mapping):
+        return
+    writers: dict[int, int] = {}
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= num_blocks * block_size:
+            raise ValueError(
+                f"slot_mapping must be below {num_blocks * block_size} (blocks x block_size), "
+                f"got {slot} for token {token}"
+            )
+        if slot in writers:
+            raise ValueError(
+                "slot_mapping must not name a slot twice, "
+                f"got {slot} for token {writers[slot]} and token {token}"
+            )
+        if slot >= 0:
+            writers[slot] = token
+
+
+def check_attention(
+    query: Tensor,
+    key_cache: PagedKV,
+    value_cache: PagedKV,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    features: AttentionFeatures,
+    check: bool | None,
+) -> None:
+    """The argument rules of `paged_attention`; `check` as `checks_values` takes it.
+
+    Raises:
+        TypeError, ValueError: A rule is broken; the message names argument, rule and value.
+    """
+    num_blocks, num_kv_heads, block_size = check_cache_pair(key_cache, value_cache)
+    head_dim = key_cache.mode.head_dim(key_cache.codes.shape[3])
+    check_dtype("query", check_tensor("query", query), *INPUT_DTYPES, torch.float64)
+    check_shape("query", query, (None, None, head_dim), "[tokens, query heads, head_dim]")
+    check_same_device("query", query, "key_cache", key_cache.codes)
+    num_tokens, num_heads = query.shape[:2]
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"query must have a multiple of the {num_kv_heads} KV heads, got {num_heads} heads"
+        )
+    for argument, index in (
+        ("block_table", block_table),
+        ("seq_lens", seq_lens),
+        ("query_start_loc", query_start_loc),
+    ):
+        check_dtype(argument, check_tensor(argument, index), *INDEX_DTYPES)
+        check_same_device(argument, index, "query", query)
+    check_shape("seq_lens", seq_lens, (None,), "[sequences]")
+    num_sequences = len(seq_lens)
+    check_shape("block_table", block_table, (num_sequences, None), "[sequences, blocks]")
+    check_shape("query_start_loc", query_start_loc, (num_sequences + 1,), "[sequences + 1]")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    features.check(query, num_sequences)
+    if not checks_values(check, query):
+        return
+    _check_starts(query_start_loc.tolist(), num_tokens)
+    lengths = seq_lens.tolist()
+    _check_blocks(block_table, lengths, num_blocks, block_size)
+    if features.logit_bias is not None and features.logit_bias.shape[2] < max(lengths, default=0):
+        raise ValueError(
+            f"logit_bias must be at least as long as the longest sequence ({max(lengths)}), "
+            f"got {features.logit_bias.shape[2]}"
+        )
+
+
+def _check_starts(starts: list[int], num_tokens: int) -> None:
+    if starts[0] != 0:
+        raise ValueError(f"query_start_loc must start at 0, got {starts[0]}")
+    for before, after in pairwise(starts):
+        if after < before:
+            raise ValueError(f"query_start_loc must not decrease, got {after} after {before}")
+    if starts[-1] != num_tokens:
+        raise ValueError(
+            f"query_start_loc must end at the number of query tokens ({num_tokens}), "
+            f"got {starts[-1]}"
+        )
+
+
+def _check_blocks(
+    block_table: Tensor, lengths: list[int], num_blocks: int, block_size: int
+) -> None:
+    for sequence, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(
+                f"seq_lens must not be negative, got {length} for sequence {sequence}"
+            )
+        needed = -(-length // block_size)
+        if needed > block_table.shape[1]:
+            raise ValueError(
+                f"block_table must have {needed} entries for the {length} tokens of sequence "
+                f"{sequence} in blocks of {block_size}, got {block_table.shape[1]}"
+            )
+        for entry, block in enumerate(block_table[sequence, :needed].tolist()):
+            if not 0 <= block < num_blocks:
+                raise ValueError(
+                    f"block_table must name blocks from 0 to {num_blocks - 1}, "
+                    f"got {block} for entry {entry} of sequence {sequence}"
+                )
+
+
 class Tier(Protocol):
     """The functions of a tier; see `kvq.reference` for what each means."""
 
@@ -183,6 +412,8 @@ class Tier(Protocol):
         check: bool | None = None,
     ) -> None: ...
 
+    def copy_blocks(self, cache: PagedKV, pairs: Tensor, *, check: bool | None = None) -> None: ...
+
     def paged_attention(
         self,
         query: Tensor,
@@ -195,4 +426,9 @@ class Tier(Protocol):
         scale: float,
         features: AttentionFeatures = AttentionFeatures(),
         return_lse: bool = False,
+        check: bool | None = None,
     ) -> Tensor | AttentionOutput: ...
+
+    def merge_attention(
+        self, parts: Sequence[AttentionOutput], sink_logits: Tensor | None = None
+    ) -> AttentionOutput: ...
