@@ -38,8 +38,9 @@ format: $(VENV)/installed-dev
 readme: $(VENV)/installed
 	$(BIN)/kvq modes --into README.md
 
+## The source distribution and the wheel, in ./dist.
 wheel: $(VENV)/installed-dev
-	$(BIN)/python -m build --wheel
+	$(BIN)/python -m build
 
 clean:
 	rm -rf $(VENV) build dist report *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

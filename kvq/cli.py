@@ -1,0 +1,89 @@
+"""The command line, `kvq`. Each command is one file of `kvq.commands`.
+
+Exit codes: 0, done; 1, a check failed; 2, the arguments or a file are not what they must be.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Annotated, Final
+
+import typer
+
+import kvq
+from kvq.commands import capture, encode, fit, inspect, modes, report
+from kvq.commands.output import say
+
+#: Every command: its name and its module, in the order of the help.
+COMMANDS: Final = {
+    "modes": modes,
+    "fit": fit,
+    "report": report,
+    "capture": capture,
+    "encode": encode,
+    "inspect": inspect,
+}
+
+app = typer.Typer(
+    name="kvq",
+    no_args_is_help=True,
+    add_completion=False,
+    # A fault of the caller is one line (see `_guarded`); a fault of ours is a plain traceback.
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvq {kvq.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Quantize the KV cache of language models: fit, measure, encode."""
+
+
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, with what the library raises for a caller's fault told in one line.
+
+    `KVQ_DEBUG=1` in the environment lets the traceback through.
+    """
+
+    @functools.wraps(command)
+    def run(*args: object, **kwargs: object) -> None:
+        try:
+            command(*args, **kwargs)
+        except BrokenPipeError:
+            raise
+        except (ValueError, TypeError, OSError, ImportError) as error:
+            if os.environ.get("KVQ_DEBUG") == "1":
+                raise
+            say(f"error: {error}")
+            raise typer.Exit(2) from None
+
+    return run
+
+
+def _epilog(examples: tuple[str, ...]) -> str:
+    """Examples, each a paragraph, which the help sets on a line of its own."""
+    return "\n\n".join(("Examples:", *examples))
+
+
+for _name, _module in COMMANDS.items():
+    app.command(_name, epilog=_epilog(_module.EXAMPLES))(_guarded(_module.command))
+
+
+def main() -> None:
+    """The entry point of `kvq`."""
+    app()

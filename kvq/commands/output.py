@@ -1,0 +1,95 @@
+"""What the commands print, and on which stream.
+
+The result goes to standard output: tables, or one JSON document with `--json`. What is said on the
+way goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import IO, Annotated, TypeVar
+
+import typer
+from rich import box, progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_T = TypeVar("_T")
+
+#: How wide a table may be where no terminal says it.
+_FILE_WIDTH = 200
+
+#: The option `--json` of every command.
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on standard output instead.")
+]
+
+
+def print_json(document: object) -> None:
+    """Print one JSON document on standard output."""
+    typer.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table on standard output; only its last column wraps.
+
+    Columns of numbers are set to the right. Without column names there is no head.
+    """
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_header=any(columns),
+    )
+    last = len(columns) - 1
+    for index, name in enumerate(columns):
+        numbers = all(isinstance(row[index], int | float) for row in rows)
+        table.add_column(
+            name,
+            justify="right" if numbers and rows else "left",
+            no_wrap=index < last,
+            overflow="fold" if index == last else "ellipsis",
+        )
+    for row in rows:
+        table.add_row(*map(_cell, row))
+    _console(sys.stdout).print(table)
+
+
+def say(message: str) -> None:
+    """Print a line on standard error."""
+    typer.echo(message, err=True)
+
+
+def track(items: Sequence[_T], description: str) -> Iterable[_T]:
+    """`items`, with a progress bar on standard error if that is a terminal."""
+    return progress.track(
+        items,
+        description,
+        console=_console(sys.stderr),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+
+
+def waiting(description: str) -> AbstractContextManager[object]:
+    """A spinner on standard error, if that is a terminal, for work that cannot be counted."""
+    return _console(sys.stderr).status(description)
+
+
+def _console(stream: IO[str]) -> Console:
+    return Console(file=stream, width=None if stream.isatty() else _FILE_WIDTH, highlight=False)
+
+
+def _cell(value: object) -> Text:
+    """A value as a table shows it. `Text`, because square brackets in a string are no markup."""
+    if value is None:
+        return Text("")
+    if isinstance(value, float):
+        return Text(f"{value:.6g}")
+    return Text(str(value))
