@@ -1,0 +1,1 @@
+"""Where kvq meets other packages; each module imports its package when it is called."""
