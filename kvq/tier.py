@@ -299,6 +299,33 @@ def check_cache_write(
             writers[slot] = token
 
 
+def check_block_pairs(cache: PagedKV, pairs: Tensor, check: bool | None) -> None:
+    """The argument rules of `copy_blocks`; `check` as `checks_values` takes it.
+
+    Raises:
+        TypeError, ValueError: A rule is broken; the message names argument, rule and value.
+    """
+    _, words = as_hnd(cache)
+    check_dtype("pairs", check_tensor("pairs", pairs), *INDEX_DTYPES)
+    check_shape("pairs", pairs, (None, 2), "[pairs, source and target]")
+    check_same_device("pairs", pairs, "cache", words)
+    if not checks_values(check, pairs):
+        return
+    seen: set[int] = set()
+    for index, (source, target) in enumerate(pairs.tolist()):
+        for block in (source, target):
+            if not 0 <= block < len(words):
+                raise ValueError(
+                    f"pairs must name blocks from 0 to {len(words) - 1}, "
+                    f"got {block} in pair {index}"
+                )
+        if target in seen:
+            raise ValueError(
+                f"pairs must not name a target twice, got {target} again in pair {index}"
+            )
+        seen.add(target)
+
+
 def check_attention(
     query: Tensor,
     key_cache: PagedKV,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvq.checks import check_dtype, check_same_device, check_shape, check_tensor
 from kvq.reference.quantize import quantize
-from kvq.tier import INDEX_DTYPES, PagedKV, as_hnd, check_cache_write, checks_values
+from kvq.tier import PagedKV, as_hnd, check_block_pairs, check_cache_write
 
 
 def reshape_and_cache(
@@ -84,30 +83,10 @@ def copy_blocks(cache: PagedKV, pairs: Tensor, *, check: bool | None = None) -> 
 
     Exactness: bit-exact.
     """
+    check_block_pairs(cache, pairs, check)
     codes, words = as_hnd(cache)
-    check_dtype("pairs", check_tensor("pairs", pairs), *INDEX_DTYPES)
-    check_shape("pairs", pairs, (None, 2), "[pairs, source and target]")
-    check_same_device("pairs", pairs, "cache", words)
-    if checks_values(check, pairs):
-        _check_pairs(pairs.tolist(), len(words))
     sources, targets = pairs.to(torch.int64).unbind(1)
     targets = targets.where((sources >= 0) & (sources < len(words)), -1)
     last = _last_writers(targets, len(words))
     codes[targets[last]] = codes[sources[last]]
     words[targets[last]] = words[sources[last]]
-
-
-def _check_pairs(pairs: list[list[int]], num_blocks: int) -> None:
-    seen: set[int] = set()
-    for index, (source, target) in enumerate(pairs):
-        for block in (source, target):
-            if not 0 <= block < num_blocks:
-                raise ValueError(
-                    f"pairs must name blocks from 0 to {num_blocks - 1}, "
-                    f"got {block} in pair {index}"
-                )
-        if target in seen:
-            raise ValueError(
-                f"pairs must not name a target twice, got {target} again in pair {index}"
-            )
-        seen.add(target)

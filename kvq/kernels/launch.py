@@ -1,0 +1,140 @@
+"""Launch choices and device limits: nothing mathematical.
+
+The numbers here were chosen from measurements on an H200 (`results/write-h200.json`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+from torch import Tensor
+
+from kvq.checks import INPUT_DTYPES, dtype_name
+from kvq.modes import Mode
+
+#: Whether kernels run in Triton's interpreter, on the CPU.
+INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0") == "1"
+#: A row this long or shorter lives in the registers of one thread.
+VALUES_PER_THREAD: Final = 128
+#: Warps of one program of the row kernels.
+ROW_WARPS: Final = 4
+#: Rows of one program in the interpreter, which pays for each program and not for each row.
+INTERPRETED_ROWS: Final = 1024
+#: Threads of a warp. AMD's wavefronts of 64 hold two rows where a warp holds one.
+WARP: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """How the rows of one program lie in its threads.
+
+    A row of `padded` channels is cut into chunks of `width` channels, 16 bytes of input. A thread
+    holds `padded / (lanes * width)` chunks of one row, `lanes` threads share a row.
+    """
+
+    #: Rows of a program, a power of two.
+    rows: int
+    #: Channels, padded to a power of two.
+    padded: int
+    #: Channels of a chunk.
+    width: int
+    #: Threads that share a row.
+    lanes: int
+    #: Warps of a program.
+    warps: int
+
+
+def row_tile(head_dim: int, itemsize: int, num_rows: int) -> RowTile:
+    """The tile for rows of `head_dim` channels of `itemsize` bytes.
+
+    The bits of the result do not depend on it.
+    """
+    padded = max(32, triton.next_power_of_2(head_dim))
+    width = min(16 // itemsize, padded)
+    lanes = max(1, padded // VALUES_PER_THREAD)
+    if INTERPRETED:
+        rows = min(INTERPRETED_ROWS, triton.next_power_of_2(max(1, num_rows)))
+        return RowTile(rows, padded, width, lanes, ROW_WARPS)
+    return RowTile(ROW_WARPS * WARP // lanes, padded, width, lanes, ROW_WARPS)
+
+
+#: The integer type of a store of so many bytes.
+UNIT_DTYPES: Final = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def store_unit(mode: Mode, head_dim: int, codes: Tensor) -> int:
+    """Bytes of the integers that packed rows are stored as: 4, or less where rows lie closer.
+
+    Args:
+        mode: Fixes the segments of a row: three bits are stored as crumbs and then single bits.
+        head_dim: D.
+        codes: Packed rows along the last axis; its strides and its address matter.
+    """
+    segments = [head_dim // 4, head_dim // 8] if mode.bits == 3 else [mode.bytes_per_row(head_dim)]
+    return math.gcd(4, codes.data_ptr(), codes.storage_offset(), *segments, *codes.stride()[:-1])
+
+
+def store_alignment(codes: Tensor, unit: int) -> int:
+    """The largest power of two, at most 16 bytes, that divides the place of every row, in units."""
+    return math.gcd(16, codes.data_ptr(), *codes.stride()[:-1]) // unit
+
+
+def check_below_2_31(argument: str, what: str, count: int) -> None:
+    """Rows and slots are counted in 32 bits; offsets are not."""
+    if count >= 2**31:
+        raise ValueError(f"{argument} must have fewer than 2^31 {what}, got {count}")
+
+
+def check_device(argument: str, tensor: Tensor) -> None:
+    """The kernels must be able to work on the tensor's device.
+
+    Raises:
+        ValueError: It is on another device than a GPU, outside the interpreter.
+    """
+    if tensor.device.type != "cuda" and not INTERPRETED:
+        raise ValueError(
+            f"{argument} must be on a CUDA device for the kernel tier, got {tensor.device} "
+            "(TRITON_INTERPRET=1 runs the kernels on the CPU)"
+        )
+
+
+def check_input_dtype(argument: str, tensor: Tensor) -> None:
+    """The kernels take the dtypes that the reference takes."""
+    if tensor.dtype not in INPUT_DTYPES:
+        raise TypeError(
+            f"{argument} must be float32, float16 or bfloat16, got {dtype_name(tensor.dtype)}"
+        )
+
+
+def has_e4m3_cast(device: torch.device) -> bool:
+    """Whether the hardware rounds float32 to e4m3 straight and to nearest even.
+
+    Compute capability 9.0 does (checked on all bit patterns that occur); 8.9 goes by way of
+    float16 and rounds twice, older devices and the interpreter have no such instruction.
+    """
+    return (
+        not INTERPRETED
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
+
+
+def has_shuffle() -> bool:
+    """Whether inline PTX can exchange registers between the threads of a warp."""
+    return not INTERPRETED and torch.version.hip is None
+
+
+def options(tile: RowTile) -> dict[str, object]:
+    """Launch options. Exact arithmetic forbids the contraction of `a * b + c`."""
+    return {} if INTERPRETED else {"num_warps": tile.warps, "enable_fp_fusion": False}
+
+
+def triton_version() -> str:
+    """The version of triton, or the empty string without it."""
+    return triton.__version__ if importlib.util.find_spec("triton") else ""
