@@ -1,6 +1,7 @@
 """The command line, `kvq`. Each command is one file of `kvq.commands`.
 
-Exit codes: 0, done; 1, a check failed; 2, the arguments or a file are not what they must be.
+Exit codes: 0, done; 1, a check failed; 2, the arguments or a file are not what they must be;
+3, a fault of kvq itself.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ app = typer.Typer(
     name="kvq",
     no_args_is_help=True,
     add_completion=False,
-    # A fault of the caller is one line (see `_guarded`); a fault of ours is a plain traceback.
+    # `_guarded` says what a fault looks like.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -55,7 +56,7 @@ def _root(
 
 
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, with what the library raises for a caller's fault told in one line.
+    """`command`, with every error told in one line.
 
     `KVQ_DEBUG=1` in the environment lets the traceback through.
     """
@@ -64,13 +65,16 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: object, **kwargs: object) -> None:
         try:
             command(*args, **kwargs)
-        except BrokenPipeError:
+        except (BrokenPipeError, typer.Abort, typer.Exit):
             raise
-        except (ValueError, TypeError, OSError, ImportError) as error:
+        except Exception as error:
             if os.environ.get("KVQ_DEBUG") == "1":
                 raise
-            say(f"error: {error}")
-            raise typer.Exit(2) from None
+            if isinstance(error, ValueError | TypeError | OSError | ImportError):
+                say(f"error: {error}")
+                raise typer.Exit(2) from None
+            say(f"error: {type(error).__name__}: {error} (KVQ_DEBUG=1 shows where)")
+            raise typer.Exit(3) from None
 
     return run
 

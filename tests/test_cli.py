@@ -368,6 +368,17 @@ def test_debug_lets_the_traceback_through(tmp_path: Path, monkeypatch: pytest.Mo
     assert isinstance(result.exception, ValueError)
 
 
+def test_a_fault_of_ours_is_one_line_too(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvq.commands import inspect
+
+    def broken(_: Path) -> None:
+        raise IndexError("off by one")
+
+    monkeypatch.setattr(inspect, "describe", broken)
+    result = run("inspect", source, code=3)
+    assert result.stderr == "error: IndexError: off by one (KVQ_DEBUG=1 shows where)\n"
+
+
 def as_process(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "kvq", *map(str, arguments)],

@@ -44,7 +44,7 @@ FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 # Libraries that live in a few places only.
 HOMES = {
     "matplotlib": ("kvq/analysis/plots.py", "kvq/analysis/codebook_plot.py", "paper_figures/"),
-    "scipy": ("kvq/reference/lloyd_max", "kvq/analysis/"),
+    "scipy": ("kvq/reference/laws.py", "kvq/reference/lloyd_max.py", "kvq/analysis/"),
     "triton": ("kvq/kernels/",),
     "pandas": ("kvq/analysis/",),
     "pyarrow": ("kvq/analysis/",),

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from kvq.codebooks import Codebook
 
 if TYPE_CHECKING:
-    from kvq.reference.lloyd_max import Law
+    from kvq.reference.laws import Law
 
 _DENSITY = "#7f8fa6"
 _LEVEL = "#c23616"
@@ -42,8 +42,7 @@ def codebook_figure(
     low, high = low - margin, high + margin
     if law is not None:
         x = np.linspace(max(low, law.support[0]), min(high, law.support[1]), 2001)[1:-1]
-        s = law.coordinate(x)
-        axes.fill_between(x, law.density(s) / law.slope(s), color=_DENSITY, alpha=0.45, lw=0)
+        axes.fill_between(x, law.density(x), color=_DENSITY, alpha=0.45, lw=0)
     if samples is not None:
         axes.hist(
             np.asarray(samples, dtype=np.float64),

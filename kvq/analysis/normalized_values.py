@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from kvq.activations import Activations
 from kvq.checks import check_input
 from kvq.modes import Mode, Normalization
 from kvq.reference import scaling
 from kvq.reference.hadamard import rotate, tree_sum
 from kvq.scale_word import SMALLEST_NORMAL
+
+_T = TypeVar("_T")
 
 
 class NormalizedValues(NamedTuple):
@@ -52,3 +56,47 @@ def normalized_values(x: Tensor, mode: Mode) -> NormalizedValues:
         inverse = scaling.reciprocal(signed_max)
         weights = signed_max * signed_max
     return NormalizedValues(y * inverse[:, None], weights)
+
+
+def activation_values(
+    activations: Activations,
+    mode: Mode,
+    *,
+    sides: Sequence[str] | None = None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> NormalizedValues:
+    """The normalized values of the chosen keys and values, in one row of numbers.
+
+    Args:
+        activations: Where from.
+        mode: As for `normalized_values`.
+        sides: `"key"`, `"value"`; by default both.
+        layers: By default all.
+        heads: KV heads; by default all.
+
+    Returns:
+        Values `[n]` and weights `[n]`: what `kvq.reference.lloyd_max.fit_samples` takes.
+
+    Raises:
+        ValueError: A side, layer or head is not there, or as for `normalized_values`.
+    """
+    values, weights = [], []
+    for index in _choose("layer", layers, tuple(activations.layers)):
+        layer = activations.layers[index]
+        chosen = _choose("head", heads, range(layer.key.shape[1]))
+        for side in _choose("side", sides, ("key", "value")):
+            rows = (layer.key if side == "key" else layer.value)[:, list(chosen)]
+            found = normalized_values(rows, mode)
+            values.append(found.values.reshape(-1))
+            weights.append(found.weights.repeat_interleave(rows.shape[2]))
+    return NormalizedValues(torch.cat(values), torch.cat(weights))
+
+
+def _choose(argument: str, asked: Sequence[_T] | None, there: Sequence[_T]) -> Sequence[_T]:
+    """What was asked for, once each, which must be there; all of it by default."""
+    for item in asked or ():
+        if item not in there:
+            valid = ", ".join(map(str, there))
+            raise ValueError(f"{argument} must be one of {valid}, got {item}")
+    return list(dict.fromkeys(asked)) if asked else there

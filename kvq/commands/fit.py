@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
-from kvq.commands.output import Json, print_json, print_table, say, track, waiting
+from kvq.commands.output import Json, print_json, print_table, say, waiting
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from kvq.reference.lloyd_max import Law, LloydMaxFit
-
-_T = TypeVar("_T")
+    from kvq.codebooks import Codebook
+    from kvq.reference.laws import Law
+    from kvq.reference.lloyd_max import LloydMaxFit
 
 EXAMPLES: Final = (
     "kvq fit --law norm --levels 8",
@@ -112,7 +112,7 @@ def command(
     else:
         figure = codebook_figure(fitted.codebook, samples=samples.values, weights=samples.weights)
     figure.savefig(picture, dpi=150)
-    _print(fitted, _comparison(fitted, known), out, picture, json=json)
+    _print(fitted, _comparison(fitted, known, samples), out, picture, json=json)
     if not fitted.certificate.converged:
         say("check failed: the levels are not a fixed point (stationarity above 1e-10)")
         raise typer.Exit(1)
@@ -127,6 +127,8 @@ class _Samples(NamedTuple):
     weights: npt.NDArray[np.float32] | None
     #: Where they come from, in words.
     source: str
+    #: The base mode's own codebook.
+    base: Codebook
 
 
 def _read_samples(
@@ -139,27 +141,16 @@ def _read_samples(
     weigh: bool | None,
 ) -> _Samples:
     """The values of the chosen rows of an activation file, as the base mode sees them."""
-    import torch
-
     from kvq.activations import activations_sha256, load_activations
-    from kvq.analysis.normalized_values import normalized_values
+    from kvq.analysis.normalized_values import activation_values
     from kvq.modes import mode
 
     how = mode(base)
     if how.codebook is None:
         raise ValueError(f"base must be a codebook mode, got {how}")
-    weighted = how.codebook.recipe.weighted if weigh is None else weigh
     activations = load_activations(path)
-    chosen = _choose("layer", layers, list(activations.layers))
-    values, weights = [], []
-    for index in track(chosen, "reading layers"):
-        tensors = activations.layers[index]._asdict()
-        for side in _choose("side", sides, ["key", "value"]):
-            rows = tensors[side]
-            kept = rows[:, _choose("head", heads, list(range(rows.shape[1])))]
-            found = normalized_values(kept, how)
-            values.append(found.values.reshape(-1))
-            weights.append(found.weights.repeat_interleave(rows.shape[2]))
+    found = activation_values(activations, how, sides=sides, layers=layers, heads=heads)
+    weighted = how.codebook.recipe.weighted if weigh is None else weigh
     parts = [
         f"{path.name} (sha256 {activations_sha256(activations)})",
         *(
@@ -170,28 +161,24 @@ def _read_samples(
         f"as {how} sees them",
     ]
     return _Samples(
-        torch.cat(values).numpy(),
-        torch.cat(weights).numpy() if weighted else None,
+        found.values.numpy(),
+        found.weights.numpy() if weighted else None,
         ", ".join(parts),
+        how.codebook,
     )
 
 
-def _choose(argument: str, asked: list[_T] | None, there: list[_T]) -> list[_T]:
-    """What was asked for, which must be there; all of it by default."""
-    for item in asked or ():
-        if item not in there:
-            valid = ", ".join(map(str, there))
-            raise ValueError(f"{argument} must be one of {valid}, got {item}")
-    return list(dict.fromkeys(asked)) if asked else there
-
-
-def _comparison(fitted: LloydMaxFit, law: Law | None) -> dict[str, float]:
+def _comparison(
+    fitted: LloydMaxFit, law: Law | None, samples: _Samples | None
+) -> dict[str, float]:
     """Squared errors over `E[x^2]`, of the fit and of what to compare it with."""
     from kvq.reference import lloyd_max
 
     n = fitted.codebook.num_levels
-    values = {
-        "this fit": fitted.relative_distortion,
+    values = {"this fit": fitted.relative_distortion}
+    if samples is not None and samples.base.num_levels == n:
+        values[f"{samples.base} on these values"] = _relative_error(samples)
+    values |= {
         "Lloyd-Max of N(0,1)": lloyd_max.gaussian_distortion(n),
         "Panter-Dite of N(0,1)": lloyd_max.panter_dite(n, "norm"),
         "D(R) of N(0,1)": lloyd_max.distortion_rate(n),
@@ -199,6 +186,19 @@ def _comparison(fitted: LloydMaxFit, law: Law | None) -> dict[str, float]:
     if law is not None and law.name != "norm":
         values[f"Panter-Dite of {law}"] = lloyd_max.panter_dite(n, law) / law.second_moment
     return values
+
+
+def _relative_error(samples: _Samples) -> float:
+    """Squared error of the base's own codebook on the samples, over that of zeros."""
+    import numpy as np
+
+    values = samples.values.astype(np.float64)
+    codes = np.searchsorted(samples.base.thresholds, values, side="right")
+    errors = values - np.asarray(samples.base.levels)[codes]
+    return float(
+        np.average(errors**2, weights=samples.weights)
+        / np.average(values**2, weights=samples.weights)
+    )
 
 
 def _print(

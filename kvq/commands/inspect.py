@@ -44,9 +44,21 @@ def print_description(path: Path, description: Description, *, json: bool) -> No
     print_table(str(path), ("", ""), list(plain.items()))
     for key, value in description.items():
         if isinstance(value, dict) and value:
-            print_table(key, ("", ""), list(value.items()))
+            print_table(key, ("", ""), [(name, _brief(item)) for name, item in value.items()])
         elif isinstance(value, list) and value:
             print_table(key, tuple(value[0]), [tuple(row.values()) for row in value])
+
+
+def _brief(value: object) -> object:
+    """An object inside a table: its fields that hold something, and of one within it its name."""
+    if not isinstance(value, dict):
+        return value
+    fields = {
+        name: item.get("name", _brief(item)) if isinstance(item, dict) else item
+        for name, item in value.items()
+        if item not in (None, False, "")
+    }
+    return ", ".join(f"{name} {item}" for name, item in fields.items())
 
 
 def describe(path: Path) -> Description:

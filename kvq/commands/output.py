@@ -39,26 +39,21 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 
     Columns of numbers are set to the right. Without column names there is no head.
     """
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_header=any(columns),
-    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     last = len(columns) - 1
     for index, name in enumerate(columns):
         numbers = all(isinstance(row[index], int | float) for row in rows)
         table.add_column(
-            name,
+            Text(name),
             justify="right" if numbers and rows else "left",
             no_wrap=index < last,
             overflow="fold" if index == last else "ellipsis",
         )
     for row in rows:
         table.add_row(*map(_cell, row))
-    _console(sys.stdout).print(table)
+    console = _console(sys.stdout)
+    console.print(Text(title, style="bold"))
+    console.print(table)
 
 
 def say(message: str) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import kvq
-from kvq.analysis.normalized_values import normalized_values
+from kvq.activations import Activations, LayerActivations
+from kvq.analysis.normalized_values import activation_values, normalized_values
 from kvq.modes import Normalization
 from tests.compare import assert_bit_exact
 
@@ -54,6 +55,27 @@ def test_zero_rows_and_nan_rows_are_left_out() -> None:
     assert values.shape == (117, 48)
     assert weights.shape == (117,)
     assert bool(torch.isfinite(values).all())
+
+
+def test_the_values_of_activations() -> None:
+    key, value = rows(), rows()[..., :16].to(torch.float16)
+    layers = {2: LayerActivations(None, key, value), 5: LayerActivations(None, value, key)}
+    positions = torch.arange(40)
+    activations = Activations(layers, positions, positions[:0], 1.0)
+    mode = kvq.mode("lloyd2")
+    everything = activation_values(activations, mode)
+    assert everything.values.shape == everything.weights.shape == (2 * 40 * 3 * (48 + 16),)
+    found = activation_values(activations, mode, sides=["value"], layers=[2], heads=[2, 0, 2])
+    expected = normalized_values(value[:, [2, 0]], mode)
+    assert_bit_exact(found.values, expected.values.reshape(-1))
+    assert_bit_exact(found.weights, expected.weights.repeat_interleave(16))
+    for chosen, message in (
+        ({"layers": [3]}, "layer must be one of 2, 5, got 3"),
+        ({"heads": [-1]}, "head must be one of 0, 1, 2, got -1"),
+        ({"sides": ["query"]}, "side must be one of key, value, got query"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            activation_values(activations, mode, **chosen)  # type: ignore[arg-type]
 
 
 def test_what_is_refused() -> None:
