@@ -150,6 +150,9 @@ _INTEGER_WORDS: Final = {
     Normalization.SIGNED_MAX: (StoredWord.FLOAT32, (Grid.CODEBOOK,)),
 }
 
+#: The normalizations whose words hold the `1/N` of the rotation.
+_FOLDED: Final = (Normalization.MIN_RANGE, Normalization.RMS, Normalization.SIGNED_MAX)
+
 
 @dataclass(frozen=True, slots=True)
 class Mode:
@@ -232,8 +235,8 @@ class Mode:
 
     @property
     def folds_gain(self) -> bool:
-        """Whether the stored word already holds the `1/N` of the rotation."""
-        return self.word is not StoredWord.FLOAT32_ZERO_POINT
+        """Whether the stored word already holds the `1/N` of the rotation, if there is one."""
+        return self.rotation is None or self.normalization in _FOLDED
 
     def gain(self, head_dim: int) -> int:
         """`N` of the rotation at this head size; 1 without a rotation."""
@@ -379,7 +382,10 @@ _ROWS = (
     ),
     *(
         _codebook(
-            f"smax{bits}", Normalization.SIGNED_MAX, f"signed_max_{2**bits}", ScaleFit.LEAST_SQUARES
+            f"smax{bits}",
+            Normalization.SIGNED_MAX,
+            f"signed_max_{2**bits}",
+            ScaleFit.LEAST_SQUARES,
         )
         for bits in (2, 3, 4)
     ),
