@@ -22,7 +22,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         bits: 1, 2, 3, 4 or 8.
 
     Returns:
-        `[..., D * bits / 8]` uint8, first code in the lowest bits; for 8 bits the codes themselves.
+        `[..., D * bits / 8]` uint8, first code in the lowest bits; for 8 bits `codes` itself.
 
     Raises:
         TypeError: `codes` is not a uint8 tensor.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvq.checks import check_dtype, check_input, check_tensor
-from kvq.codebooks import Codebook, to_float32
+from kvq.codebooks import Codebook
 from kvq.modes import Grid, Mode, Normalization, ScaleFit
 from kvq.reference import scaling
 from kvq.reference.hadamard import rotate, tree_sum, unrotate
