@@ -131,7 +131,7 @@ def _butterfly(x: Tensor) -> Tensor:
     stride = Rotation.block_size(x.shape[-1]) // 2
     shape = x.shape
     while stride:
-        u, v = x.reshape(*shape[:-1], -1, 2, stride).unbind(-2)
+        u, v = x.reshape(*shape[:-1], shape[-1] // (2 * stride), 2, stride).unbind(-2)
         x = torch.stack((u + v, u - v), dim=-2).reshape(shape)
         stride //= 2
     return x
