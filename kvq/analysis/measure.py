@@ -1,0 +1,414 @@
+"""All measures of a set of modes on one set of activations, as tidy tables.
+
+One row holds one number: what was measured, where, its value and its standard error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Final, NamedTuple
+
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from kvq import reference
+from kvq.activations import Activations, LayerActivations
+from kvq.analysis.accounting import Accounting, account
+from kvq.analysis.activation_statistics import activation_statistics, rotated
+from kvq.analysis.attention_error import (
+    attention_output,
+    log_weights,
+    output_error,
+    weight_error,
+)
+from kvq.analysis.estimates import Estimate, blocks_of
+from kvq.analysis.quantization_error import quantization_error
+from kvq.analysis.rounding_drift import (
+    ROUNDINGS,
+    DriftInput,
+    contexts_up_to,
+    gaussian_inputs,
+    inputs_from_activations,
+    rounding_drift,
+)
+from kvq.analysis.score_bias import score_bias, scores
+from kvq.analysis.theory import limit, predict, rate_distortion
+from kvq.modes import RANDOM_HADAMARD, SMALLEST_BLOCK, Mode
+from kvq.tier import QuantizedKV, Tier
+
+#: The tables and their columns, in order.
+COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
+    "quantization_error": (
+        "layer", "head", "side", "mode", "tokens", "metric", "value", "standard_error",
+    ),
+    "score_bias": (
+        "layer", "head", "query_head", "mode", "metric", "value", "standard_error",
+    ),
+    "attention_error": (
+        "layer", "head", "query_head", "quantized", "mode", "metric", "value", "standard_error",
+    ),
+    "activation_statistics": (
+        "layer", "head", "side", "rotation", "metric", "value", "standard_error",
+    ),
+    "theory": (
+        "mode", "head_dim", "metric", "kind", "value", "standard_error",
+    ),
+    "rounding_drift": (
+        "input", "mode", "rounding", "context", "metric", "value", "standard_error", "theory",
+    ),
+    "accounting": ("mode", "metric", "value"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The sizes of a report. Each is recorded in its manifest."""
+
+    #: Consecutive positions in a block of keys or values, the unit of their standard errors. On
+    #: the embedded sample these grow up to about this size, and then no more.
+    key_block: int = 16
+    #: The same for queries, of which there are fewer.
+    query_block: int = 8
+    #: Queries that are used; of more, evenly spaced ones are.
+    max_queries: int = 256
+    #: Rows of the Monte Carlo predictions.
+    theory_rows: int = 2**13
+    #: Share of the queries, the last ones, that the drift over contexts is measured at.
+    drift_queries: float = 0.125
+    #: Longest context of the Gaussian drift.
+    gaussian_tokens: int = 4096
+    #: Independent heads of the Gaussian drift: the units of its standard errors.
+    gaussian_heads: int = 8
+    #: Slots of a page, for the padding in the accounting.
+    page: int = 16
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not value > 0:
+                raise ValueError(f"{item.name} must be positive, got {value!r}")
+        if self.drift_queries > 1:
+            raise ValueError(f"drift_queries must be at most 1, got {self.drift_queries!r}")
+
+
+class _Context(NamedTuple):
+    """What a layer's queries see, and the blocks that the standard errors need."""
+
+    #: `[Q, T]` bool.
+    visible: Tensor
+    query_blocks: Tensor
+    key_blocks: Tensor
+    scale: float
+
+
+Row = dict[str, object]
+
+
+def measure(
+    activations: Activations,
+    modes: Sequence[Mode],
+    *,
+    seed: int = 0,
+    settings: Settings | None = None,
+    tier: Tier = reference,
+    progress: bool = False,
+) -> dict[str, pd.DataFrame]:
+    """Measure every mode on every layer.
+
+    Args:
+        activations: Keys and values; without queries the tables of scores and attention are empty.
+        modes: Which, in the order of the tables. Their names must differ.
+        seed: Of the Monte Carlo predictions, the Gaussian inputs and the stochastic rounding.
+        settings: Sizes; the defaults if not given.
+        tier: Who quantizes.
+        progress: Show a bar, where there is a terminal.
+
+    Returns:
+        The tables of `COLUMNS`, by name.
+
+    Raises:
+        ValueError: `modes` is empty or names a mode twice, or a mode does not suit a head size.
+    """
+    settings = Settings() if settings is None else settings
+    check_modes(activations, modes)
+    activations = thin_queries(activations, settings.max_queries)
+    rounding_modes = [mode for mode in modes if mode.rounding is not None]
+    steps = len(modes) * (len(activations.layers) + 1) + len(rounding_modes) * len(ROUNDINGS)
+    rows: dict[str, list[Row]] = {name: [] for name in COLUMNS}
+    # disable=None: no bar where there is no terminal.
+    with (
+        torch.inference_mode(),
+        tqdm(total=steps, unit="step", disable=None if progress else True, leave=False) as bar,
+    ):
+        stored: dict[str, list[QuantizedKV]] = {mode.name: [] for mode in modes}
+        context = _context(activations, settings)
+        for index, layer in activations.layers.items():
+            rows["activation_statistics"] += _describe(index, layer, context, tier)
+            measured = _MeasuredLayer(index, layer, context, tier)
+            for mode in modes:
+                bar.set_postfix_str(f"layer {index}, {mode}")
+                stored[mode.name] += measured.add_mode(mode, rows)
+                bar.update()
+        for mode in modes:
+            bar.set_postfix_str(f"theory, {mode}")
+            rows["theory"] += _predict(activations, mode, seed, settings, tier)
+            rows["accounting"] += _count(mode, account(mode, stored[mode.name], settings.page))
+            bar.update()
+        for step in _drift(activations, rounding_modes, seed, settings, tier):
+            rows["rounding_drift"] += step
+            bar.update()
+    return {
+        name: pd.DataFrame(rows[name], columns=list(columns)) for name, columns in COLUMNS.items()
+    }
+
+
+def check_modes(activations: Activations, modes: Sequence[Mode]) -> None:
+    """Every mode must suit every head size, and have a name of its own.
+
+    Raises:
+        ValueError: One does not; the message says which and why.
+    """
+    if not modes:
+        raise ValueError("modes must hold at least one mode, got none")
+    names = [mode.name for mode in modes]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"modes must have different names, got {name!r} twice")
+    for index, layer in activations.layers.items():
+        for side in ("key", "value"):
+            for mode in modes:
+                try:
+                    mode.check_head_dim(getattr(layer, side).shape[-1])
+                except ValueError as error:
+                    raise ValueError(
+                        f"modes must suit layers.{index}.{side}, got {mode}: {error}"
+                    ) from None
+
+
+def thin_queries(activations: Activations, most: int) -> Activations:
+    """The activations with at most that many queries, evenly spaced, each of which sees a key."""
+    sees = activations.query_positions >= activations.positions[0]
+    keep = sees.nonzero()[:, 0]
+    if len(keep) > most:
+        # The last query sees most, so it is always among them.
+        keep = keep[(torch.arange(1, most + 1) * len(keep)) // most - 1]
+    layers = {
+        index: layer._replace(query=None if layer.query is None else layer.query[keep])
+        for index, layer in activations.layers.items()
+    }
+    if not len(keep):
+        layers = {index: layer._replace(query=None) for index, layer in layers.items()}
+    return Activations(
+        layers,
+        activations.positions,
+        activations.query_positions[keep],
+        activations.scale,
+        activations.rotary,
+        activations.provenance,
+    )
+
+
+def _context(activations: Activations, settings: Settings) -> _Context:
+    return _Context(
+        activations.positions <= activations.query_positions[:, None],
+        blocks_of(activations.query_positions, settings.query_block),
+        blocks_of(activations.positions, settings.key_block),
+        activations.scale,
+    )
+
+
+class _MeasuredLayer:
+    """One layer with its exact scores, weights and outputs, to be compared with every mode's."""
+
+    def __init__(self, index: int, layer: LayerActivations, context: _Context, tier: Tier) -> None:
+        self.index = index
+        self.layer = layer
+        self.context = context
+        self.tier = tier
+        if layer.query is not None:
+            self.scores = scores(layer.query, layer.key, context.scale)
+            self.log_p = log_weights(self.scores, context.visible)
+            self.output = attention_output(self.log_p, layer.value)
+
+    def add_mode(self, mode: Mode, rows: dict[str, list[Row]]) -> tuple[QuantizedKV, QuantizedKV]:
+        """Measure one mode, add its rows to the tables, and return what it stores."""
+        key = self.tier.quantize(self.layer.key, mode)
+        value = self.tier.quantize(self.layer.value, mode)
+        key_hat = self.tier.dequantize(*key, mode, self.layer.key.shape[-1])
+        value_hat = self.tier.dequantize(*value, mode, self.layer.value.shape[-1])
+        rows["quantization_error"] += self._quantization("key", self.layer.key, key_hat, mode)
+        rows["quantization_error"] += self._quantization(
+            "value", self.layer.value, value_hat, mode
+        )
+        if self.layer.query is not None:
+            approximate = scores(self.layer.query, key_hat, self.context.scale)
+            log_p_hat = log_weights(approximate, self.context.visible)
+            rows["score_bias"] += self._scores(approximate, mode)
+            rows["attention_error"] += self._attention(log_p_hat, value_hat, mode)
+        return key, value
+
+    def _quantization(self, side: str, x: Tensor, x_hat: Tensor, mode: Mode) -> Iterator[Row]:
+        blocks = self.context.key_blocks
+        parts = {"all": slice(None), "first": slice(0, 1), "rest": slice(1, None)}
+        for tokens, part in parts.items():
+            if len(blocks[part]):
+                units = blocks[part] - blocks[part][0]
+                estimates = quantization_error(x[part], x_hat[part], units)
+                yield from _rows(
+                    estimates, "head", layer=self.index, side=side, mode=mode.name, tokens=tokens
+                )
+
+    def _scores(self, approximate: Tensor, mode: Mode) -> Iterator[Row]:
+        context = self.context
+        estimates = score_bias(
+            self.scores, approximate, context.visible, context.query_blocks, context.key_blocks
+        )
+        return self._per_query_head(_rows(estimates, "query_head", mode=mode.name))
+
+    def _attention(self, log_p_hat: Tensor, value_hat: Tensor, mode: Mode) -> Iterator[Row]:
+        blocks = self.context.query_blocks
+        outputs = {
+            "key": attention_output(log_p_hat, self.layer.value),
+            "value": attention_output(self.log_p, value_hat),
+            "both": attention_output(log_p_hat, value_hat),
+        }
+        weights = weight_error(self.log_p, log_p_hat, blocks)
+        yield from self._per_query_head(
+            _rows(weights, "query_head", mode=mode.name, quantized="key")
+        )
+        for quantized, output in outputs.items():
+            error = {"output_error": output_error(self.output, output, blocks)}
+            yield from self._per_query_head(
+                _rows(error, "query_head", mode=mode.name, quantized=quantized)
+            )
+
+    def _per_query_head(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Rows of query heads, with their layer and KV head."""
+        assert self.layer.query is not None
+        group = self.layer.query.shape[1] // self.layer.key.shape[1]
+        for row in rows:
+            head = row["query_head"]
+            assert isinstance(head, int)
+            yield {**row, "layer": self.index, "head": head // group}
+
+
+def _rows(
+    estimates: NamedTuple | Mapping[str, Estimate], head_column: str, **labels: object
+) -> Iterator[Row]:
+    """A row for each head of each estimate."""
+    named = estimates if isinstance(estimates, Mapping) else estimates._asdict()
+    for metric, estimate in named.items():
+        pairs = zip(estimate.value.tolist(), estimate.standard_error.tolist(), strict=True)
+        for head, (value, standard_error) in enumerate(pairs):
+            yield {
+                **labels,
+                head_column: head,
+                "metric": metric,
+                "value": value,
+                "standard_error": standard_error,
+            }
+
+
+def _describe(index: int, layer: LayerActivations, context: _Context, tier: Tier) -> Iterator[Row]:
+    for side, x in (("key", layer.key), ("value", layer.value)):
+        shapes = {"none": x}
+        if x.shape[-1] % SMALLEST_BLOCK == 0:
+            shapes["random_hadamard"] = rotated(x, RANDOM_HADAMARD, tier)
+        for rotation, rows in shapes.items():
+            estimates = activation_statistics(rows, context.key_blocks)
+            yield from _rows(estimates, "head", layer=index, side=side, rotation=rotation)
+
+
+def _predict(
+    activations: Activations, mode: Mode, seed: int, settings: Settings, tier: Tier
+) -> Iterator[Row]:
+    head_dims = {
+        tensor.shape[-1]
+        for layer in activations.layers.values()
+        for tensor in (layer.key, layer.value)
+    }
+    for head_dim in sorted(head_dims):
+        labels = {"mode": mode.name, "head_dim": head_dim}
+        found = [
+            predict(mode, head_dim, rows=settings.theory_rows, seed=seed, tier=tier),
+            limit(mode),
+        ]
+        for prediction in found:
+            if prediction is None:
+                continue
+            kind = {**labels, "kind": str(prediction.kind)}
+            yield {
+                **kind,
+                "metric": "relative_error",
+                "value": prediction.relative_error,
+                "standard_error": prediction.relative_error_se,
+            }
+            yield {
+                **kind,
+                "metric": "gain",
+                "value": prediction.gain,
+                "standard_error": prediction.gain_se,
+            }
+        yield {
+            **labels,
+            "kind": "bound",
+            "metric": "relative_error",
+            "value": rate_distortion(mode.bits),
+            "standard_error": 0.0,
+        }
+
+
+def _count(mode: Mode, found: Accounting) -> Iterator[Row]:
+    names = (*found._fields, "stored_bytes", "paged_bytes", "baseline_bytes")
+    ratios = ("bits_per_value", "compression", "paged_compression")
+    for metric in (*names, *ratios):
+        yield {"mode": mode.name, "metric": metric, "value": float(getattr(found, metric))}
+
+
+def _drift(
+    activations: Activations,
+    modes: Sequence[Mode],
+    seed: int,
+    settings: Settings,
+    tier: Tier,
+) -> Iterator[list[Row]]:
+    """The rows of each mode under each rounding."""
+    if not modes:
+        return
+    head_dim = next(iter(activations.layers.values())).key.shape[-1]
+    inputs: dict[str, tuple[list[DriftInput], int]] = {
+        "gaussian": (
+            [
+                gaussian_inputs(
+                    settings.gaussian_tokens, head_dim, heads=settings.gaussian_heads, seed=seed
+                )
+            ],
+            settings.gaussian_tokens,
+        )
+    }
+    if any(layer.query is not None for layer in activations.layers.values()):
+        inputs = {
+            "sample": inputs_from_activations(activations, settings.drift_queries),
+            **inputs,
+        }
+    for mode in modes:
+        for rounding in ROUNDINGS:
+            yield [
+                {
+                    "input": name,
+                    "mode": mode.name,
+                    "rounding": str(rounding),
+                    "context": drift.context,
+                    "metric": drift.metric,
+                    "value": float(drift.measured.value),
+                    "standard_error": float(drift.measured.standard_error),
+                    "theory": drift.theory,
+                }
+                for name, (items, length) in inputs.items()
+                for drift in rounding_drift(
+                    items, mode, rounding, contexts_up_to(length), seed=seed, tier=tier
+                )
+            ]
