@@ -184,6 +184,14 @@ def test_encode_with_a_mode_for_each_side(source: Path, tmp_path: Path) -> None:
     )
 
 
+def test_both_tiers_write_the_same_bytes(source: Path, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    encode = ("encode", source, "--key-mode", "int4", "--value-mode", "lloyd3", "--tier")
+    for tier in ("reference", "kernels"):
+        run(*encode, tier, "--out", tmp_path / tier)
+    assert (tmp_path / "kernels").read_bytes() == (tmp_path / "reference").read_bytes()
+
+
 def test_encode_errors(source: Path, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "e.safetensors")
     assert "--key-mode" in error("encode", source, *out)
