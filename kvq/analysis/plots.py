@@ -482,7 +482,8 @@ def _logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
     getattr(axes, f"set_{which}scale")("log")
     low, high = axis.get_view_interval()
     decades = math.log10(high / low)
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < MANY_DECADES else (1.0,)))
+    few = decades < MANY_DECADES
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=6))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
