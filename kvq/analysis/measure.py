@@ -5,7 +5,7 @@ One row holds one number: what was measured, where, its value and its standard e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, NamedTuple
 
@@ -62,6 +62,9 @@ COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
     "accounting": ("mode", "metric", "value"),
 }  # fmt: skip
 
+#: The tables that need every mode on every layer.
+PER_LAYER: Final = frozenset(("quantization_error", "score_bias", "attention_error", "accounting"))
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -115,6 +118,7 @@ def measure(
     settings: Settings | None = None,
     tier: Tier = reference,
     progress: bool = False,
+    only: Collection[str] = tuple(COLUMNS),
 ) -> dict[str, pd.DataFrame]:
     """Measure every mode on every layer.
 
@@ -125,6 +129,7 @@ def measure(
         settings: Sizes; the defaults if not given.
         tier: Who quantizes.
         progress: Show a bar, where there is a terminal.
+        only: The tables to fill; the others stay empty.
 
     Returns:
         The tables of `COLUMNS`, by name.
@@ -135,7 +140,9 @@ def measure(
     settings = Settings() if settings is None else settings
     check_modes(activations, modes)
     activations = thin_queries(activations, settings.max_queries)
-    rounding_modes = [mode for mode in modes if mode.rounding is not None]
+    rounding_modes = [
+        mode for mode in modes if mode.rounding is not None and "rounding_drift" in only
+    ]
     steps = len(modes) * (len(activations.layers) + 1) + len(rounding_modes) * len(ROUNDINGS)
     rows: dict[str, list[Row]] = {name: [] for name in COLUMNS}
     # disable=None: no bar where there is no terminal.
@@ -146,16 +153,19 @@ def measure(
         stored: dict[str, list[QuantizedKV]] = {mode.name: [] for mode in modes}
         context = _context(activations, settings)
         for index, layer in activations.layers.items():
-            rows["activation_statistics"] += _describe(index, layer, context, tier)
+            if "activation_statistics" in only:
+                rows["activation_statistics"] += _describe(index, layer, context, tier)
             measured = _MeasuredLayer(index, layer, context, tier)
-            for mode in modes:
+            for mode in modes if PER_LAYER & set(only) else ():
                 bar.set_postfix_str(f"layer {index}, {mode}")
-                stored[mode.name] += measured.add_mode(mode, rows)
+                stored[mode.name] += measured.add_mode(mode, rows, only)
                 bar.update()
         for mode in modes:
             bar.set_postfix_str(f"theory, {mode}")
-            rows["theory"] += _predict(activations, mode, seed, settings, tier)
-            rows["accounting"] += _count(mode, account(mode, stored[mode.name], settings.page))
+            if "theory" in only:
+                rows["theory"] += _predict(activations, mode, seed, settings, tier)
+            if "accounting" in only:
+                rows["accounting"] += _count(mode, account(mode, stored[mode.name], settings.page))
             bar.update()
         for step in _drift(activations, rounding_modes, seed, settings, tier):
             rows["rounding_drift"] += step
@@ -233,21 +243,26 @@ class _MeasuredLayer:
             self.log_p = log_weights(self.scores, context.visible)
             self.output = attention_output(self.log_p, layer.value)
 
-    def add_mode(self, mode: Mode, rows: dict[str, list[Row]]) -> tuple[QuantizedKV, QuantizedKV]:
+    def add_mode(
+        self, mode: Mode, rows: dict[str, list[Row]], only: Collection[str]
+    ) -> tuple[QuantizedKV, QuantizedKV]:
         """Measure one mode, add its rows to the tables, and return what it stores."""
         key = self.tier.quantize(self.layer.key, mode)
         value = self.tier.quantize(self.layer.value, mode)
         key_hat = self.tier.dequantize(*key, mode, self.layer.key.shape[-1])
         value_hat = self.tier.dequantize(*value, mode, self.layer.value.shape[-1])
-        rows["quantization_error"] += self._quantization("key", self.layer.key, key_hat, mode)
-        rows["quantization_error"] += self._quantization(
-            "value", self.layer.value, value_hat, mode
-        )
+        if "quantization_error" in only:
+            rows["quantization_error"] += self._quantization("key", self.layer.key, key_hat, mode)
+            rows["quantization_error"] += self._quantization(
+                "value", self.layer.value, value_hat, mode
+            )
         if self.layer.query is not None:
             approximate = scores(self.layer.query, key_hat, self.context.scale)
-            log_p_hat = log_weights(approximate, self.context.visible)
-            rows["score_bias"] += self._scores(approximate, mode)
-            rows["attention_error"] += self._attention(log_p_hat, value_hat, mode)
+            if "score_bias" in only:
+                rows["score_bias"] += self._scores(approximate, mode)
+            if "attention_error" in only:
+                log_p_hat = log_weights(approximate, self.context.visible)
+                rows["attention_error"] += self._attention(log_p_hat, value_hat, mode)
         return key, value
 
     def _quantization(self, side: str, x: Tensor, x_hat: Tensor, mode: Mode) -> Iterator[Row]:

@@ -44,8 +44,9 @@ ROUNDING_STYLES: Final[Mapping[str, tuple[str, str]]] = {
 #: Standard errors on either side that make a 95% confidence interval.
 CONFIDENCE: Final = 1.96
 
-#: From here on a logarithmic axis has a number at every decade and at none between.
-MANY_DECADES: Final = 2.5
+#: From so many decades on a logarithmic axis has numbers at powers of ten alone: they lie side by
+#: side along x, and need more room.
+MANY_DECADES: Final[Mapping[str, float]] = {"x": 1.5, "y": 2.5}
 
 #: What every picture of the package is drawn with.
 STYLE: Final[dict[Any, Any]] = {
@@ -86,8 +87,8 @@ def style() -> Iterator[None]:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a picture, as the ending of its name says, without a date in it."""
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    figure.savefig(path, metadata=metadata)
+    dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    figure.savefig(path, metadata=dates.get(path.suffix))
 
 
 def label(mode: str, labels: Labels | None = None) -> str:
@@ -482,7 +483,7 @@ def _logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
     getattr(axes, f"set_{which}scale")("log")
     low, high = axis.get_view_interval()
     decades = math.log10(high / low)
-    few = decades < MANY_DECADES
+    few = decades < MANY_DECADES[which]
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=6))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())

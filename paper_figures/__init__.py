@@ -1,0 +1,1 @@
+"""One figure to a file: measure, draw, save. See `README.md`."""
