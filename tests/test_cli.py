@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,8 +51,7 @@ def error(*arguments: object) -> str:
     return line.removeprefix("error: ")
 
 
-@pytest.fixture
-def activations() -> Activations:
+def drawn() -> Activations:
     generator = torch.Generator().manual_seed(5)
     layers = {
         index: LayerActivations(
@@ -63,6 +63,11 @@ def activations() -> Activations:
     }
     positions = torch.arange(TOKENS)
     return Activations(layers, positions, positions[-8:], 0.2, None, {"model": "drawn [seed 5]"})
+
+
+@pytest.fixture
+def activations() -> Activations:
+    return drawn()
 
 
 @pytest.fixture
@@ -330,6 +335,78 @@ def test_inspect_refuses(source: Path, tmp_path: Path) -> None:
     for contents in (b"", b"PK\x03\x04", b"{}", b"\x00" * 64, source.read_bytes()[:-5]):
         other.write_bytes(contents)
         assert error("inspect", other).startswith(f"{other}: ")
+
+
+# Report
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
+    """A small report: its input, its folder and what the command printed."""
+    folder = tmp_path_factory.mktemp("report")
+    source, book, out = folder / "acts.safetensors", folder / "mine.safetensors", folder / "report"
+    save_activations(source, drawn())
+    run("fit", "--law", "sphere(32)", "--levels", 5, "--name", "mine", "--out", book)
+    document = run_json(
+        "report", "--input", source, "--out", out, "--mode", "int4", "--codebook", book,
+        "--base", "lloyd2", "--seed", 3,
+    )  # fmt: skip
+    return source, out, document
+
+
+def test_report(report: tuple[Path, Path, Any]) -> None:
+    _, out, document = report
+    assert [row["mode"] for row in document["summary"]] == ["int4_per_token_head", "lloyd2+mine"]
+    assert document["comparison"] is None
+    assert all(Path(file).is_file() for file in document["files"])
+    assert (out / "report.html").is_file()
+
+
+def test_replay(report: tuple[Path, Path, Any], tmp_path: Path) -> None:
+    source, out, _ = report
+    manifest = json.loads((out / "manifest.json").read_text())
+    result = run(
+        "report", "--replay", out / "manifest.json", "--input", source, "--out", tmp_path / "1"
+    )
+    assert "int4" in result.stdout
+    assert "identical" in result.stderr
+    name = next(iter(manifest["tables"]))
+    manifest["tables"][name]["sha256"] = "0" * 64
+    # Beside the recorded tables, which are the same after all; and where they are not there.
+    beside, apart = out / "changed.json", tmp_path / "changed.json"
+    for changed, code, difference in ((beside, 0, 0.0), (apart, 1, None)):
+        changed.write_text(json.dumps(manifest))
+        document = run_json(
+            "report", "--replay", changed, "--input", source, "--out", tmp_path / "2", code=code
+        )
+        assert document["comparison"] == {
+            "differing": [name],
+            "largest_relative_difference": difference,
+        }
+
+
+def test_report_errors(report: tuple[Path, Path, Any], tmp_path: Path) -> None:
+    source, out, _ = report
+    assert "mode must be one of" in error("report", "--mode", "int5", "--out", tmp_path)
+    assert "not valid JSON" in error("report", "--replay", source, "--out", tmp_path)
+    assert "SHA-256" in error("report", "--replay", out / "manifest.json", "--out", tmp_path)
+
+
+def test_inspect_a_manifest(report: tuple[Path, Path, Any], tmp_path: Path) -> None:
+    _, out, _ = report
+    document = run_json("inspect", out / "manifest.json")
+    assert document["schema"] == "kvq-report/1"
+    assert document["seed"] == 3
+    assert set(document["modes"]) == {"int4_per_token_head", "lloyd2+mine"}
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    (copy / "report.html").write_text("another page")
+    result = run("inspect", copy / "manifest.json", code=1)
+    assert "report.html" in result.stderr
+    manifest = json.loads((out / "manifest.json").read_text())
+    for change in ({"schema": "kvq-report/2"}, {"files": {"../x": ""}}, {"options": 3}):
+        (copy / "manifest.json").write_text(json.dumps({**manifest, **change}))
+        assert "not a valid manifest" in error("inspect", copy / "manifest.json")
 
 
 # Capture

@@ -58,7 +58,8 @@ def command(
 
     The model is read from this disk; nothing is downloaded.
     """
-    from kvq.commands.inspect import describe_activations, print_description
+    from kvq.commands.descriptions import describe_activations
+    from kvq.commands.inspect import print_description
     from kvq.integrations.capture import capture_command
 
     activations = capture_command(

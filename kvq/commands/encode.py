@@ -46,7 +46,8 @@ def command(
     import torch
 
     from kvq.activations import load_activations
-    from kvq.commands.inspect import describe_encoded, print_description
+    from kvq.commands.descriptions import describe_encoded
+    from kvq.commands.inspect import print_description
     from kvq.encoded_files import encode_activations, save_encoded
 
     modes = {}

@@ -7,6 +7,7 @@ way goes to standard error.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -30,8 +31,8 @@ Json = Annotated[
 
 
 def print_json(document: object) -> None:
-    """Print one JSON document on standard output."""
-    typer.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+    """Print one JSON document on standard output; NaN and infinities become `null`."""
+    typer.echo(json.dumps(_plain(document), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -39,7 +40,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 
     Columns of numbers are set to the right. Without column names there is no head.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_header=any(columns)
+    )
     last = len(columns) - 1
     for index, name in enumerate(columns):
         numbers = all(isinstance(row[index], int | float) for row in rows)
@@ -75,6 +78,14 @@ def track(items: Sequence[_T], description: str) -> Iterable[_T]:
 def waiting(description: str) -> AbstractContextManager[object]:
     """A spinner on standard error, if that is a terminal, for work that cannot be counted."""
     return _console(sys.stderr).status(description)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _console(stream: IO[str]) -> Console:

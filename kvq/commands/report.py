@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -20,6 +19,16 @@ EXAMPLES: Final = (
     "kvq report --input acts.safetensors --mode int4 --mode lloyd2 --out report",
     "kvq report --codebook mine.safetensors --base lloyd3",
     "kvq report --replay report/manifest.json --out again",
+)
+
+#: Columns of the summary that are printed.
+_COLUMNS: Final = (
+    "bits_per_value",
+    "key_relative_error",
+    "value_relative_error",
+    "score_slope",
+    "attention_kl",
+    "output_error",
 )
 
 
@@ -45,11 +54,14 @@ def command(
         Path | None,
         typer.Option(help="The manifest of a report: run it again and compare the files."),
     ] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="The largest relative difference that a replay may have.")
+    ] = 0.0,
     json: Json = False,
 ) -> None:
     """Measure what each mode does to real keys, values and attention, and write the report.
 
-    The folder gets tables, pictures, a page and a manifest that runs it again.
+    The folder gets a page, its tables and pictures, and a manifest that --replay runs again.
     """
     from kvq.analysis import report
 
@@ -60,6 +72,12 @@ def command(
         modes = _modes(mode, codebook, base)
         result = report.run_report(activations, out, modes=modes, seed=seed, input_name=name)
     _print(result, json=json)
+    comparison = result.comparison
+    if comparison is not None:
+        say(str(comparison))
+        # Written so that a difference that is not a number fails.
+        if not (comparison.identical or comparison.largest_relative_difference <= tolerance):
+            raise typer.Exit(1)
 
 
 def _modes(names: list[str] | None, codebooks: list[Path] | None, base: str) -> list[Mode]:
@@ -71,12 +89,22 @@ def _modes(names: list[str] | None, codebooks: list[Path] | None, base: str) -> 
 
 
 def _print(result: ReportResult, *, json: bool) -> None:
-    # pandas writes numbers that JSON has no word for as null.
-    rows = loads(result.summary.to_json(orient="records", double_precision=15))
     files = [str(file) for file in result.files]
     if json:
-        print_json({"summary": rows, "files": files})
+        comparison = None if result.comparison is None else result.comparison._asdict()
+        summary = result.summary.to_dict("records")
+        print_json({"summary": summary, "files": files, "comparison": comparison})
         return
-    columns = [str(column) for column in result.summary.columns]
-    print_table("Summary", columns, [tuple(row.values()) for row in rows])
-    say(f"wrote {len(files)} files")
+    from kvq.analysis.summary import HEADINGS
+
+    headline = result.headline()[["mode", *(HEADINGS[name] for name in _COLUMNS)]]
+    print_table(
+        "Means over layers and heads, with standard errors; the page has more",
+        [name.replace(" ", "\n").replace("/", "/\n") for name in headline.columns],
+        # A value above its standard error: the table fits a terminal.
+        [
+            [cell.replace(" ± ", "\n± ") for cell in row]
+            for row in headline.itertuples(index=False)
+        ],
+    )
+    say(f"wrote {len(files)} files, the page among them: {files[-2]}")
