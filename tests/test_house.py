@@ -21,6 +21,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kvq"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 450
+# Files that were looked at again and are one thing: how long each may be.
+LONGER = {
+    "kvq/analysis/plots.py": 550,
+    "kvq/integrations/capture.py": 600,
+    "kvq/kernels/quantize.py": 600,
+    "kvq/reference/lloyd_max.py": 650,
+    "kvq/tier.py": 500,
+}
 
 # Rooms from the ground up: a room imports from lower lines and from itself. The rooms of one line
 # do not know each other.
@@ -43,10 +51,15 @@ FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
 # Libraries that live in a few places only.
 HOMES = {
-    "matplotlib": ("kvq/analysis/plots.py", "kvq/analysis/codebook_plot.py", "paper_figures/"),
+    "matplotlib": (
+        "kvq/analysis/codebook_plot.py",
+        "kvq/analysis/plots.py",
+        "kvq/analysis/report.py",  # asks its version
+        "paper_figures/",
+    ),
     "scipy": ("kvq/reference/laws.py", "kvq/reference/lloyd_max.py", "kvq/analysis/"),
     "triton": ("kvq/kernels/",),
-    "pandas": ("kvq/analysis/",),
+    "pandas": ("kvq/analysis/", "paper_figures/"),
     "pyarrow": ("kvq/analysis/",),
     "transformers": ("kvq/integrations/",),
     "typer": ("kvq/cli.py", "kvq/commands/"),
@@ -79,10 +92,10 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 def imported_room(name: str) -> str | None:
     """The room of `kvq.room...`; what is not a room is a name that `kvq` hands on.
 
-    A bare `import kvq`, to read the version, is always allowed.
+    A bare `import kvq`, to read the version, is always allowed, and so is the version.
     """
     first, _, rest = name.partition(".")
-    if first != "kvq" or not rest:
+    if first != "kvq" or rest in ("", "__version__"):
         return None
     inner = rest.partition(".")[0]
     return inner if inner in FLOOR else "__init__"
@@ -125,7 +138,13 @@ def test_import_kvq_is_light() -> None:
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_no_file_is_long(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= LONGEST, f"{relative(path)} has {lines} lines"
+    assert lines <= LONGER.get(relative(path), LONGEST), f"{relative(path)} has {lines} lines"
+
+
+def test_long_files_are_still_long() -> None:
+    for name in LONGER:
+        lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+        assert len(lines) > LONGEST, f"{name} needs no line in LONGER"
 
 
 @pytest.mark.parametrize(
