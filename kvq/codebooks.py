@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Final
 
@@ -18,7 +19,7 @@ MAX_LEVELS: Final = 256
 
 
 def to_float32(value: float) -> float:
-    """The float32 nearest to `value` (ties to even), as a Python float; overflow gives infinity."""
+    """The float32 nearest to `value`, ties to even, as a Python float; overflow is infinite."""
     try:
         (rounded,) = struct.unpack("<f", struct.pack("<f", value))
     except OverflowError:
@@ -37,7 +38,7 @@ class Recipe:
     num_levels: int
     #: Whether the levels were held symmetric about zero.
     symmetric: bool
-    #: Whether the samples carried weights.
+    #: Whether errors were weighted: by the samples' own weights, or by m^2 for `signed_max`.
     weighted: bool = False
 
 
@@ -91,7 +92,7 @@ class Codebook:
             for value in values:
                 if not math.isfinite(value) or to_float32(value) != value:
                     raise ValueError(f"{argument} must hold finite float32 numbers, got {value!r}")
-            for left, right in zip(values, values[1:], strict=False):
+            for left, right in pairwise(values):
                 if not left < right:
                     raise ValueError(
                         f"{argument} must be strictly increasing, got {left!r} before {right!r}"
@@ -122,10 +123,7 @@ class Codebook:
         Raises:
             ValueError: The levels are not finite, not increasing, or collide as float32.
         """
-        midpoints = tuple(
-            to_float32((low + high) / 2) + 0.0
-            for low, high in zip(levels, levels[1:], strict=False)
-        )
+        midpoints = tuple(to_float32((low + high) / 2) + 0.0 for low, high in pairwise(levels))
         return cls(name, tuple(to_float32(v) for v in levels), midpoints, recipe, provenance)
 
     @property
