@@ -62,7 +62,8 @@ class Rotation:
 
     def gain(self, head_dim: int) -> int:
         """`N = b ** rounds`: the factor by which a rotation and its transpose multiply a row."""
-        return self.block_size(head_dim) ** self.rounds
+        size = self.block_size(head_dim)
+        return size if self.rounds == 1 else size * size
 
     def check(self, head_dim: int) -> None:
         """`head_dim` must have a block that mixes.

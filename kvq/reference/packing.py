@@ -74,7 +74,7 @@ def unpack_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     if bits == 8:
         return packed
     if bits == 3:
-        low, high = packed.split((head_dim // 4, head_dim // 8), dim=-1)
+        low, high = packed[..., : head_dim // 4], packed[..., head_dim // 4 :]
         return _unpack(low, 2) | (_unpack(high, 1) << 2)
     return _unpack(packed, bits)
 

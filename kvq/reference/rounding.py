@@ -18,6 +18,8 @@ E4M3_MAX = 448.0
 #: Exponent of the smallest normal e4m3fn; below it the spacing stays 2^-9.
 _E4M3_MIN_EXPONENT = -6
 _E4M3_MANTISSA_BITS = 3
+#: The byte of 448.
+_E4M3_MAX_CODE = 0x7E
 
 
 def half_away(v: Tensor) -> Tensor:
@@ -75,8 +77,9 @@ def encode_e4m3(q: Tensor, rounder: Rounder) -> Tensor:
     exponent = (((bits >> 23) & 0xFF) - 127).clamp_min(_E4M3_MIN_EXPONENT)
     to_unit_spacing = ((127 + _E4M3_MANTISSA_BITS - exponent) << 23).view(torch.float32)
     magnitude = rounder(q.abs() * to_unit_spacing).to(torch.int32)
-    code = magnitude + (exponent - _E4M3_MIN_EXPONENT) * 2**_E4M3_MANTISSA_BITS
-    return (code | ((bits >> 24) & 0x80)).to(torch.uint8)
+    code = magnitude + ((exponent - _E4M3_MIN_EXPONENT) << _E4M3_MANTISSA_BITS)
+    # The sum in a stochastic rounding may round 448 up to the next step, whose byte is NaN.
+    return (code.clamp_max(_E4M3_MAX_CODE) | ((bits >> 24) & 0x80)).to(torch.uint8)
 
 
 def decode_e4m3(codes: Tensor) -> Tensor:

@@ -216,6 +216,12 @@ def test_a_carry_reaches_the_next_binade() -> None:
     assert decode_e4m3(encode(q)).tolist() == [16.0, 32.0, 2.0**-6, 448.0, 240.0]
 
 
+def test_no_rounding_can_make_a_nan_of_448() -> None:
+    # The largest number that a stochastic rounding adds: 14 + 0.99999994 rounds up to 15.
+    codes = encode_e4m3(torch.tensor([448.0, -448.0]), lambda v: torch.floor(v + 0.99999994))
+    assert codes.tolist() == [0x7E, 0xFE]
+
+
 @given(st.floats(0.0, 448.0, width=32))
 def test_half_even_is_nearest(value: float) -> None:
     (byte,) = encode([value]).tolist()
