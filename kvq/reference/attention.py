@@ -126,7 +126,7 @@ def paged_attention(
             for start in range(first, last, step):
                 rows = slice(start, min(start + step, last))
                 place = _Place(index, rows, heads, start - first, last - first, seq_len)
-                # A fresh copy: a product's bits may depend on where in memory its factors lie.
+                # A fresh copy: the bits of a product depend on the strides of its factors.
                 q = query[rows, heads].to(compute).clone(memory_format=torch.contiguous_format)
                 logits, visible = _logits(scale * (q @ keys.T), place, features)
                 weights, log_sum_exp[rows, heads] = _softmax(logits, visible, sinks)

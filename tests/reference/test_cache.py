@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -157,6 +158,26 @@ def test_the_last_of_duplicate_slots_wins_with_code_and_word():
         reshape_and_cache(key, -key, cache, other, slots, check=False)
         assert_holds(cache, {7: key[4], 2: key[5]})
         assert_holds(other, {7: -key[4], 2: -key[5]})
+
+
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_many_duplicates_never_mix():
+    """Enough rows, often enough, that threads would race for the slots."""
+    key, slots = rows(40_000, 16), torch.randint(0, 3, (40_000,))
+    last = {slot: key[token] for token, slot in enumerate(slots.tolist())}
+    for _ in range(4):
+        cache, other = sentinel_cache(INT8, 16), sentinel_cache(INT2, 16)
+        reshape_and_cache(key, key, cache, other, slots, check=False)
+        assert_holds(cache, last)
+        assert_holds(other, last)
 
 
 def test_keys_and_values_are_written_alike():

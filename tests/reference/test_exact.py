@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvq.codebooks import Codebook, Provenance, Recipe
 from kvq.modes import INT4_FIRST_IMPLEMENTATION, MODES, Grid, Mode, Rotation
 from kvq.reference import dequantize, quantize, signs, unpack_codes
 from kvq.reference.exact import dequantize_exact
@@ -100,10 +101,11 @@ def test_dequantize_is_the_float32_of_it(mode):
         assert torch.equal(exact.to(torch.float32), dequantize(codes, words, mode, 64))
 
 
+@pytest.mark.parametrize("word", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mode", EVERY, ids=str)
-def test_a_nan_word_makes_its_row_nan(mode):
+def test_a_word_that_is_not_finite_makes_its_row_nan(mode, word):
     codes, words = quantize(torch.ones(3, 32), mode)
-    words[1] = math.nan
+    words[1] = word
     rows = dequantize_exact(codes, words, mode, 32)
     assert rows[1].isnan().all()
     assert rows[[0, 2]].isfinite().all()
@@ -111,9 +113,6 @@ def test_a_nan_word_makes_its_row_nan(mode):
 
 def test_codes_past_the_last_level_read_as_the_last():
     """Three levels in two bits: whatever lies in memory can be read, as in `dequantize`."""
-    mode = MODES["int2_per_token_head"]
-    from kvq.codebooks import Codebook, Provenance, Recipe
-
     three = Codebook(
         "three",
         (-1.0, 0.0, 1.0),
@@ -121,7 +120,7 @@ def test_codes_past_the_last_level_read_as_the_last():
         Recipe("norm", 3, symmetric=True),
         Provenance("made up"),
     )
-    mode = mode.with_codebook(three)
+    mode = MODES["int2_per_token_head"].with_codebook(three)
     codes, words = torch.full((1, 8), 0xFF, dtype=torch.uint8), torch.ones(1)
     exact = dequantize_exact(codes, words, mode, 32)
     assert torch.equal(exact.to(torch.float32), dequantize(codes, words, mode, 32))
