@@ -480,6 +480,9 @@ def _dots(
 def _logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
     """A logarithmic axis with plain numbers: 1, 2, 5 in every decade, or 1 if there are many."""
     axis: Axis = getattr(axes, f"{which}axis")
+    # One key leaves nothing to get wrong: all zeros.
+    if not getattr(axes.dataLim, f"interval{which}").max() > 0:
+        return
     getattr(axes, f"set_{which}scale")("log")
     low, high = axis.get_view_interval()
     decades = math.log10(high / low)

@@ -296,6 +296,8 @@ def _write_pictures(
             for ending in ("png", "svg"):
                 files.append(folder / "figures" / f"{name}.{ending}")
                 plots.save(figure, files[-1])
+                # The second picture has the layout of the first.
+                figure.set_layout_engine("none")
     return files
 
 
@@ -347,4 +349,4 @@ def _facts(activations: Activations, manifest: Mapping[str, Any]) -> list[Mappin
         "settings": ", ".join(f"{name} {value}" for name, value in options["settings"].items()),
         "versions": ", ".join(f"{name} {value}" for name, value in manifest["versions"].items()),
     }
-    return [source, activations.provenance, run]
+    return [source, dict(sorted(activations.provenance.items())), run]

@@ -30,7 +30,7 @@ HEADINGS: Final = {
 }
 #: A standard error this small beside its value is not worth its digits.
 EXACT: Final = 1e-7
-#: Smaller numbers are written with an exponent.
+#: Smaller numbers, if their standard errors are smaller too, are written with an exponent.
 SMALLEST_DECIMAL: Final = 1e-4
 
 
@@ -129,10 +129,10 @@ def with_error(value: float, standard_error: float) -> tuple[str, str]:
     last = math.floor(math.log10(standard_error))
     # A leading 1 would be half gone by rounding.
     last -= standard_error < 2 * 10.0**last
-    if value == 0 or abs(value) >= SMALLEST_DECIMAL:
+    if max(abs(value), standard_error) >= SMALLEST_DECIMAL:
         digits = max(0, -last)
         return f"{value:.{digits}f}", f"{standard_error:.{digits}f}"
-    digits = max(0, math.floor(math.log10(abs(value))) - last)
+    digits = 0 if value == 0 else max(0, math.floor(math.log10(abs(value))) - last)
     return f"{value:.{digits}e}", f"{standard_error:.0e}"
 
 

@@ -1,0 +1,83 @@
+"""Pictures of tables: labels, marks and bars, and the figures for a paper."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvq.analysis import plots
+from kvq.analysis.measure import Settings
+from kvq.analysis.samples import synthetic_activations
+from kvq.modes import MODES
+from paper_figures import (
+    figure_quantization_error,
+    figure_rounding_drift,
+    figure_score_bias,
+    style,
+)
+
+
+def test_labels_fall_back_to_the_short_name() -> None:
+    assert plots.label("int4_per_token_head") == "int4"
+    assert plots.label("lloyd3+mine") == "lloyd3+mine"
+    assert plots.label("int4_per_token_head", style.LABELS) == "INT4"
+    assert plots.label("lloyd3+mine", style.LABELS) == "lloyd3+mine"
+    assert style.LABELS.keys() <= MODES.keys()
+
+
+@pytest.mark.parametrize("wanted", [[0.0, 0.0, 0.0], [0.0, 5.0, 5.1, 9.0], [1.0], []])
+def test_labels_that_would_overlap_are_moved_apart(wanted: list[float]) -> None:
+    found = plots._spread(np.array(wanted), 1.0)
+    assert all(b - a > 1.0 - 1e-9 for a, b in pairwise(found))
+    assert np.sum(found) == pytest.approx(np.sum(wanted))
+
+
+def test_marks_stand_at_the_numbers_and_bars_at_95_percent() -> None:
+    names = ["int8_per_token_head", "mine"]
+    summary = pd.DataFrame({"mode": names})
+    for column in (
+        "attention_kl",
+        "attention_tv",
+        *(f"output_error{x}" for x in ("", "_key", "_value")),
+    ):
+        summary[column] = [0.01, 0.2]
+        summary[f"{column}_se"] = [0.001, np.nan]
+    with plots.style():
+        axes = plots.attention(summary).axes[0]
+    (bars,) = axes.containers
+    assert bars[0].get_xdata().tolist() == [0.01, 0.2]
+    first, second = (segment[:, 0] for segment in bars[2][0].get_segments())
+    np.testing.assert_allclose(first, [0.01 - 1.96e-3, 0.01 + 1.96e-3])
+    np.testing.assert_allclose(second, [0.2, 0.2])
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["int8", "mine"]
+    assert axes.get_xscale() == "log"
+
+
+def test_colors_are_those_the_color_blind_can_tell_apart() -> None:
+    okabe_ito = {
+        "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
+    }  # fmt: skip
+    styles = plots.ROUNDING_STYLES.values()
+    assert {color for color, _ in styles} <= okabe_ito
+    assert len({marker for _, marker in styles}) == len(styles)
+
+
+@pytest.mark.parametrize(
+    "figure", [figure_quantization_error, figure_score_bias, figure_rounding_drift]
+)
+def test_paper_figures(figure: object, tmp_path: Path) -> None:
+    activations = synthetic_activations(layers=1, tokens=32, queries=4, head_dim=32)
+    settings = Settings(theory_rows=32, gaussian_tokens=32, gaussian_heads=2, query_block=2)
+    name, draw = figure.NAME, figure.draw  # type: ignore[attr-defined]
+    for folder in ("one", "two"):
+        style.save(name, draw, activations, settings, tmp_path / folder)
+    for ending in ("pdf", "png", "csv"):
+        one, two = (tmp_path / folder / f"{name}.{ending}" for folder in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+    table = pd.read_csv(tmp_path / "one" / f"{name}.csv")
+    assert set(table["mode"]) <= set(MODES)
+    assert len(table) >= 4
