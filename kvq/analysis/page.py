@@ -52,6 +52,7 @@ th { background: var(--tint); font-weight: 600; border-bottom: 1px solid var(--l
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; }
 td:first-child { background: #fff; font-weight: 600; }
 th.text, td.text { text-align: left; }
+td.text { white-space: normal; }
 tbody tr + tr td { border-top: 1px solid #eef0f3; }
 tbody tr:hover td { background: #f1f7fc; }
 td small { color: var(--soft); font-size: .86em; }
