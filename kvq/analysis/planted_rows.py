@@ -20,6 +20,9 @@ from kvq.reference.hadamard import hadamard_transform
 from kvq.scale_word import NAN_WORD
 
 _MASK = 0xFFFFFFFF
+#: Scales of planted ties. Divided by 1, a tie stays one; at the others, a tie times `RN(1/s)` and
+#: a tie over `s` fall to different sides now and then.
+_SHORT = (1.0, 41.0, 47.0, 55.0, 61.0, 83.0)
 
 
 def hash_counters(counters: Tensor, seed: int) -> Tensor:
@@ -183,6 +186,12 @@ class _Draws:
         """`[R, 1]`: a power of two with an exponent in [low, high]; draws differ by `number`."""
         return _power_of_two(self.rows, self.seed + number, low, high)
 
+    def short_number(self, number: int) -> Tensor:
+        """`[R, 1]`: a short integer times 2^-4 to 2^3, to multiply an exact scale by."""
+        short = torch.tensor(_SHORT, dtype=torch.float32, device=self.rows.device)
+        which = hash_counters(self.rows, self.seed + number) % len(_SHORT)
+        return short[which][:, None] * self.power_of_two(number + 1, -4, 3)
+
 
 def _power_of_two(rows: Tensor, seed: int, low: int, high: int) -> Tensor:
     """`[R, 1]` float32: a power of two with an exponent in [low, high], from its bits."""
@@ -204,12 +213,12 @@ def _one_sided(d: _Draws) -> Tensor:
 
 
 def _half_integers(d: _Draws) -> Tensor:
-    """Multiples of a half from -63.5 to 63.5, and +-127 once: the int8 scale is exactly 1."""
+    """Multiples of a half from -63.5 to 63.5, and +-127 once: an int8 scale of exactly 1."""
     return torch.where(d.chosen, 127.0 * d.sign, torch.floor(d.u * 255.0) * 0.5 - 63.5)
 
 
 def _int8_ties(d: _Draws) -> Tensor:
-    return _half_integers(d) * d.power_of_two(5, -4, 4)
+    return _half_integers(d) * d.short_number(14)
 
 
 def _beside_ties(d: _Draws) -> Tensor:
@@ -229,19 +238,20 @@ def _e4m3_ties(d: _Draws) -> Tensor:
     normal = (1.0 + sixteenths) * _exp2(exponent)
     magnitude = torch.where(exponent == -7, sixteenths * 2.0**-6, normal).clamp_max(448.0)
     signed = torch.where((h >> 7) & 1 == 1, -magnitude, magnitude)
-    return torch.where(d.chosen, 448.0 * d.sign, signed) * d.power_of_two(6, -4, 4)
+    return torch.where(d.chosen, 448.0 * d.sign, signed) * d.short_number(16)
 
 
 def _rotated_ties(d: _Draws) -> Tensor:
     """Rotated rows of range 15 on a lattice of halves, from about zero to one-sided.
 
-    The 4-bit scale is exactly 1 where zero is in the range; the zero-point may be a tie too.
+    What they are multiplied by is exactly the 4-bit scale where zero is in the range; the
+    zero-point may be a tie too.
     """
     nibbles = torch.floor(d.u * 31.0) * 0.5
     lowest = d.channels == (d.pick + 1) % d.channels.shape[1]
     nibbles = torch.where(d.chosen, 15.0, torch.where(lowest, 0.0, nibbles))
     shift = torch.floor(uniform(d.rows, d.seed + 7) * 40.0)[:, None] * 0.5
-    return _unrotate(nibbles + 2.0 - shift)
+    return _unrotate((nibbles + 2.0 - shift) * d.short_number(18))
 
 
 def _rotated_sparse(d: _Draws) -> Tensor:

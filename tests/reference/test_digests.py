@@ -95,6 +95,11 @@ def test_kinds_take_turns() -> None:
 class TestKinds:
     """Each kind is as hard as its name says."""
 
+    def short(self, scale: torch.Tensor) -> bool:
+        """All of (1, 41, 47, 55, 61, 83) times powers of two, each of them somewhere."""
+        mantissas = (torch.frexp(scale).mantissa * 128).unique().tolist()
+        return mantissas == [64.0, 82.0, 83.0, 94.0, 110.0, 122.0]
+
     def rows(self, kind: str, count: int = 64, head_dim: int = 128) -> torch.Tensor:
         return rows_of_kind(kind, count, head_dim)
 
@@ -109,7 +114,7 @@ class TestKinds:
     def test_int8_ties_have_exact_scales_and_halves(self) -> None:
         rows = self.rows("int8_ties")
         scale = rows.abs().amax(-1, keepdim=True) / 127
-        assert (torch.frexp(scale).mantissa == 0.5).all()
+        assert self.short(scale)
         codes = rows / scale
         assert ((codes % 1) == 0.5).float().mean() > 0.4
         assert ((codes % 1) % 0.5 == 0).all()
@@ -126,7 +131,7 @@ class TestKinds:
     def test_e4m3_ties_meet_nearly_every_midpoint(self) -> None:
         rows = self.rows("e4m3_ties")
         scale = rows.abs().amax(-1, keepdim=True) / 448
-        assert (torch.frexp(scale).mantissa == 0.5).all()
+        assert self.short(scale)
         table = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
         middle = ((table[1:] + table[:-1]) / 2).float()
         met = (rows / scale).abs()
@@ -135,9 +140,11 @@ class TestKinds:
 
     def test_rotated_ties_lie_on_halves(self) -> None:
         y = self.rotated("rotated_ties")
+        scale = (y.amax(-1, keepdim=True) - y.amin(-1, keepdim=True)) / 15
+        assert self.short(scale)
+        y = y / scale
         assert ((y * 2) % 1 == 0).all()
         assert (y % 1 == 0.5).float().mean() > 0.4
-        assert torch.equal(y.amax(-1) - y.amin(-1), torch.full((64,), 15.0))
         low = y.amin(-1)
         assert (low > 0).any()
         assert (low < -15).any()
