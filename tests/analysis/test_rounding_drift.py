@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -209,3 +210,57 @@ def test_the_table_has_every_rounding_on_both_inputs() -> None:
     theory = table[table["metric"] != "output_error"]["theory"]
     assert theory.notna().all()
     assert all(math.isnan(x) for x in select(table, metric="output_error")["theory"])
+
+
+@pytest.mark.parametrize("context", [1, 5, 30])
+def test_the_measured_numbers_against_numpy(context: int) -> None:
+    made = synthetic_activations(layers=1, tokens=40, query_heads=4, queries=20, head_dim=32)
+    inputs, _ = inputs_from_activations(made, 0.2)
+    truncated = mode("int8").with_rounding(Rounding.TOWARD_ZERO)
+    found = {
+        drift.metric: drift.measured
+        for drift in rounding_drift(inputs, mode("int8"), Rounding.TOWARD_ZERO, [context])
+    }
+    layer = made.layers[0]
+    assert layer.query is not None
+    query, key, value = (x.double().numpy() for x in layer)
+    key_hat, value_hat = (
+        reference.dequantize(*reference.quantize(x, truncated), truncated, 32).double().numpy()
+        for x in (layer.key, layer.value)
+    )
+    heads: dict[str, list[float]] = {metric: [] for metric in found}
+    for head in range(4):
+        errors, centered, scores, shifts = [], [], [], []
+        moved_value, moved_both, energy = 0.0, 0.0, 0.0
+        for i in range(16, 20):
+            last = int(made.query_positions[i]) + 1
+            k, v, k_hat, v_hat = (
+                x[last - context : last, head // 2] for x in (key, value, key_hat, value_hat)
+            )
+            s, s_hat = (made.scale * x @ query[i, head] for x in (k, k_hat))
+            error = s_hat - s
+            errors += list(error)
+            shifts.append(error.mean())
+            centered += list(error - error.mean())
+            scores += list(s - s.mean())
+            p, p_hat = (np.exp(x) / np.exp(x).sum() for x in (s, s_hat))
+            energy += ((p @ v) ** 2).sum()
+            moved_value += ((p @ v_hat - p @ v) ** 2).sum()
+            moved_both += ((p_hat @ v_hat - p @ v) ** 2).sum()
+        heads["mean_error"].append(np.mean(errors))
+        heads["shift"].append(np.sqrt(np.mean(np.square(shifts))))
+        heads["centered_rmse"].append(np.sqrt(np.mean(np.square(centered))))
+        squares = np.dot(scores, scores)
+        heads["slope"].append(1 + np.dot(scores, centered) / squares if context > 1 else math.nan)
+        heads["output_error_value"].append(moved_value / energy)
+        heads["output_error"].append(moved_both / energy)
+    for metric, values in heads.items():
+        # Two query heads to a KV head, and KV heads are the units.
+        units = np.array(values).reshape(2, 2).mean(1)
+        estimate = found[metric]
+        assert float(estimate.value) == pytest.approx(
+            units.mean(), rel=1e-9, abs=1e-16, nan_ok=True
+        ), metric
+        assert float(estimate.standard_error) == pytest.approx(
+            abs(units[0] - units[1]) / 2, rel=1e-7, abs=1e-16, nan_ok=True
+        ), metric
