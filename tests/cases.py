@@ -144,9 +144,9 @@ def covering_cases(modes: Mapping[str, Mode]) -> list[Case]:
 CASES: Final = [pytest.param(case, id=str(case)) for case in covering_cases(MODES)]
 
 
-def _even_levels(name: str, num_levels: int) -> Codebook:
+def _even_levels(name: str, num_levels: int, step: float = 1 / 16) -> Codebook:
     """Evenly spaced levels about zero, exact in float32."""
-    levels = tuple((2 * i + 1 - num_levels) / 32 for i in range(num_levels))
+    levels = tuple((2 * i + 1 - num_levels) * step / 2 for i in range(num_levels))
     recipe = Recipe("uniform", num_levels, symmetric=True)
     return Codebook.from_exact(name, levels, recipe, Provenance("evenly spaced, for tests"))
 
@@ -182,10 +182,12 @@ def _variants() -> dict[str, Mode]:
         replace(mode, name=f"{mode}@rounded", rotation=Rotation(round_to_input=True))
         for mode in (int4, lloyd2)
     ]
-    for levels in (2, 3, 5, 6, 7, 11, 15, 17, 255, 256):
-        book = _even_levels(f"even_{levels}", levels)
+    books = [_even_levels(f"even_{n}", n) for n in (2, 3, 5, 6, 7, 11, 15, 17, 255, 256)]
+    # Many a row has no number beyond 2: all its codes stand for zero.
+    books += [_even_levels("wide_3", 3, 4.0)]
+    for book in books:
         rows += [lloyd4.with_codebook(book)]
-        if levels in (3, 11, 256):
+        if book.num_levels in (3, 11, 256):
             rows += [smax4.with_codebook(book)]
             rows += [
                 replace(row, name=f"{row}_{fit}", scale_fit=fit)

@@ -18,6 +18,7 @@ from kvq.analysis.planted_rows import (
     uniform,
 )
 from kvq.modes import RANDOM_HADAMARD, Mode
+from kvq.reference.rounding import half_away
 from tests.compare import assert_bit_exact
 from tests.digests import DIGEST_MODES, INPUTS, digests, float32_rows, known, sha256
 
@@ -96,9 +97,9 @@ class TestKinds:
     """Each kind is as hard as its name says."""
 
     def short(self, scale: torch.Tensor) -> bool:
-        """All of (1, 41, 47, 55, 61, 83) times powers of two, each of them somewhere."""
+        """All of (1, 7, 13, 41, 61, 95) times powers of two, each of them somewhere."""
         mantissas = (torch.frexp(scale).mantissa * 128).unique().tolist()
-        return mantissas == [64.0, 82.0, 83.0, 94.0, 110.0, 122.0]
+        return mantissas == [64.0, 82.0, 95.0, 104.0, 112.0, 122.0]
 
     def rows(self, kind: str, count: int = 64, head_dim: int = 128) -> torch.Tensor:
         return rows_of_kind(kind, count, head_dim)
@@ -118,6 +119,17 @@ class TestKinds:
         codes = rows / scale
         assert ((codes % 1) == 0.5).float().mean() > 0.4
         assert ((codes % 1) % 0.5 == 0).all()
+
+    def test_rotated_ties_tell_a_fused_sum_and_a_quotient_apart(self) -> None:
+        y = self.rotated("rotated_ties")
+        y = y[(y.amin(-1) <= 0) & (y.amax(-1) >= 0)]
+        scale = (y.amax(-1, keepdim=True) - y.amin(-1, keepdim=True)) / 15
+        zero_point = half_away(-y.amin(-1, keepdim=True) / scale)
+        inverse = torch.ones(()) / scale
+        codes = half_away(y * inverse + zero_point)
+        fused = (y.double() * inverse.double() + zero_point.double()).float()
+        assert not torch.equal(half_away(fused), codes)
+        assert not torch.equal(half_away(y / scale + zero_point), codes)
 
     def test_beside_ties_are_one_step_off(self) -> None:
         rows = self.rows("beside_ties")

@@ -100,6 +100,29 @@ def test_thresholds_belong_to_the_level_above(name: str) -> None:
     assert codes.tolist() == [above, above, index]
 
 
+@pytest.mark.parametrize("name", ["smax2", "smax3", "smax4"])
+def test_a_row_is_multiplied_by_the_reciprocal_of_its_signed_maximum(name: str) -> None:
+    # Numbers about each threshold times a maximum: some fall to its other side when divided.
+    mode = find_mode(name).without_rotation()
+    assert mode.codebook is not None
+    thresholds = np.array(mode.codebook.thresholds, dtype=np.float32)
+    x, products, quotients = [], [], []
+    for largest in np.arange(3, 203, 2, dtype=np.float32):
+        middle = thresholds * largest
+        lanes = np.concatenate(
+            [middle, np.nextafter(middle, -largest), np.nextafter(middle, largest)]
+        )
+        x.append(np.resize(np.concatenate([[largest], lanes]), 64).astype(np.float32))
+        for z, out in (
+            (x[-1] * (np.float32(1) / largest), products),
+            (x[-1] / largest, quotients),
+        ):
+            out.append((z[:, None] >= thresholds).sum(-1).tolist())
+    assert products != quotients
+    got = quantize(torch.from_numpy(np.stack(x)), mode)
+    assert unpack_codes(got.codes, mode.bits, 64).tolist() == products
+
+
 # ------------------------------------------------------------------------- each row for itself
 
 
