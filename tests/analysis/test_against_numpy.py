@@ -31,9 +31,13 @@ def activations() -> Activations:
     made = synthetic_activations(
         layers=2, tokens=48, query_heads=4, heads=2, head_dim=32, queries=7, dtype=torch.bfloat16
     )
-    # Positions with gaps, so that a position is not an index.
+    # Positions with gaps, so that a position is not an index; queries at keys and between them.
+    between = torch.arange(7) % 2
     return Activations(
-        made.layers, made.positions * 2 + 5, made.query_positions * 2 + 6, 0.3, None, {}
+        made.layers,
+        made.positions * 2 + 5,
+        made.query_positions * 2 + 5 + between,
+        0.3,
     )
 
 
