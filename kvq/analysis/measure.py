@@ -7,25 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Final, NamedTuple
+from typing import Final
 
 import pandas as pd
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from kvq import reference
 from kvq.activations import Activations, LayerActivations
 from kvq.analysis.accounting import Accounting, account
 from kvq.analysis.activation_statistics import activation_statistics, rotated
-from kvq.analysis.attention_error import (
-    attention_output,
-    log_weights,
-    output_error,
-    weight_error,
-)
-from kvq.analysis.estimates import Estimate, blocks_of
-from kvq.analysis.quantization_error import quantization_error
+from kvq.analysis.estimates import blocks_of
+from kvq.analysis.measured_layer import Context, MeasuredLayer, Row, estimate_rows
 from kvq.analysis.rounding_drift import (
     ROUNDINGS,
     DriftInput,
@@ -34,7 +27,6 @@ from kvq.analysis.rounding_drift import (
     inputs_from_activations,
     rounding_drift,
 )
-from kvq.analysis.score_bias import score_bias, scores
 from kvq.analysis.theory import limit, predict, rate_distortion
 from kvq.modes import RANDOM_HADAMARD, SMALLEST_BLOCK, Mode
 from kvq.tier import QuantizedKV, Tier
@@ -97,19 +89,6 @@ class Settings:
             raise ValueError(f"drift_queries must be at most 1, got {self.drift_queries!r}")
 
 
-class _Context(NamedTuple):
-    """What a layer's queries see, and the blocks that the standard errors need."""
-
-    #: `[Q, T]` bool.
-    visible: Tensor
-    query_blocks: Tensor
-    key_blocks: Tensor
-    scale: float
-
-
-Row = dict[str, object]
-
-
 def measure(
     activations: Activations,
     modes: Sequence[Mode],
@@ -155,7 +134,7 @@ def measure(
         for index, layer in activations.layers.items():
             if "activation_statistics" in only:
                 rows["activation_statistics"] += _describe(index, layer, context, tier)
-            measured = _MeasuredLayer(index, layer, context, tier)
+            measured = MeasuredLayer(index, layer, context, tier)
             for mode in modes if PER_LAYER & set(only) else ():
                 bar.set_postfix_str(f"layer {index}, {mode}")
                 stored[mode.name] += measured.add_mode(mode, rows, only)
@@ -221,8 +200,8 @@ def thin_queries(activations: Activations, most: int) -> Activations:
     )
 
 
-def _context(activations: Activations, settings: Settings) -> _Context:
-    return _Context(
+def _context(activations: Activations, settings: Settings) -> Context:
+    return Context(
         activations.positions <= activations.query_positions[:, None],
         blocks_of(activations.query_positions, settings.query_block),
         blocks_of(activations.positions, settings.key_block),
@@ -230,111 +209,15 @@ def _context(activations: Activations, settings: Settings) -> _Context:
     )
 
 
-class _MeasuredLayer:
-    """One layer with its exact scores, weights and outputs, to be compared with every mode's."""
-
-    def __init__(self, index: int, layer: LayerActivations, context: _Context, tier: Tier) -> None:
-        self.index = index
-        self.layer = layer
-        self.context = context
-        self.tier = tier
-        if layer.query is not None:
-            self.scores = scores(layer.query, layer.key, context.scale)
-            self.log_p = log_weights(self.scores, context.visible)
-            self.output = attention_output(self.log_p, layer.value)
-
-    def add_mode(
-        self, mode: Mode, rows: dict[str, list[Row]], only: Collection[str]
-    ) -> tuple[QuantizedKV, QuantizedKV]:
-        """Measure one mode, add its rows to the tables, and return what it stores."""
-        key = self.tier.quantize(self.layer.key, mode)
-        value = self.tier.quantize(self.layer.value, mode)
-        key_hat = self.tier.dequantize(*key, mode, self.layer.key.shape[-1])
-        value_hat = self.tier.dequantize(*value, mode, self.layer.value.shape[-1])
-        if "quantization_error" in only:
-            rows["quantization_error"] += self._quantization("key", self.layer.key, key_hat, mode)
-            rows["quantization_error"] += self._quantization(
-                "value", self.layer.value, value_hat, mode
-            )
-        if self.layer.query is not None:
-            approximate = scores(self.layer.query, key_hat, self.context.scale)
-            if "score_bias" in only:
-                rows["score_bias"] += self._scores(approximate, mode)
-            if "attention_error" in only:
-                log_p_hat = log_weights(approximate, self.context.visible)
-                rows["attention_error"] += self._attention(log_p_hat, value_hat, mode)
-        return key, value
-
-    def _quantization(self, side: str, x: Tensor, x_hat: Tensor, mode: Mode) -> Iterator[Row]:
-        blocks = self.context.key_blocks
-        parts = {"all": slice(None), "first": slice(0, 1), "rest": slice(1, None)}
-        for tokens, part in parts.items():
-            if len(blocks[part]):
-                units = blocks[part] - blocks[part][0]
-                estimates = quantization_error(x[part], x_hat[part], units)
-                yield from _rows(
-                    estimates, "head", layer=self.index, side=side, mode=mode.name, tokens=tokens
-                )
-
-    def _scores(self, approximate: Tensor, mode: Mode) -> Iterator[Row]:
-        context = self.context
-        estimates = score_bias(
-            self.scores, approximate, context.visible, context.query_blocks, context.key_blocks
-        )
-        return self._per_query_head(_rows(estimates, "query_head", mode=mode.name))
-
-    def _attention(self, log_p_hat: Tensor, value_hat: Tensor, mode: Mode) -> Iterator[Row]:
-        blocks = self.context.query_blocks
-        outputs = {
-            "key": attention_output(log_p_hat, self.layer.value),
-            "value": attention_output(self.log_p, value_hat),
-            "both": attention_output(log_p_hat, value_hat),
-        }
-        weights = weight_error(self.log_p, log_p_hat, blocks)
-        yield from self._per_query_head(
-            _rows(weights, "query_head", mode=mode.name, quantized="key")
-        )
-        for quantized, output in outputs.items():
-            error = {"output_error": output_error(self.output, output, blocks)}
-            yield from self._per_query_head(
-                _rows(error, "query_head", mode=mode.name, quantized=quantized)
-            )
-
-    def _per_query_head(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Rows of query heads, with their layer and KV head."""
-        assert self.layer.query is not None
-        group = self.layer.query.shape[1] // self.layer.key.shape[1]
-        for row in rows:
-            head = row["query_head"]
-            assert isinstance(head, int)
-            yield {**row, "layer": self.index, "head": head // group}
-
-
-def _rows(
-    estimates: NamedTuple | Mapping[str, Estimate], head_column: str, **labels: object
-) -> Iterator[Row]:
-    """A row for each head of each estimate."""
-    named = estimates if isinstance(estimates, Mapping) else estimates._asdict()
-    for metric, estimate in named.items():
-        pairs = zip(estimate.value.tolist(), estimate.standard_error.tolist(), strict=True)
-        for head, (value, standard_error) in enumerate(pairs):
-            yield {
-                **labels,
-                head_column: head,
-                "metric": metric,
-                "value": value,
-                "standard_error": standard_error,
-            }
-
-
-def _describe(index: int, layer: LayerActivations, context: _Context, tier: Tier) -> Iterator[Row]:
+def _describe(index: int, layer: LayerActivations, context: Context, tier: Tier) -> Iterator[Row]:
     for side, x in (("key", layer.key), ("value", layer.value)):
         shapes = {"none": x}
         if x.shape[-1] % SMALLEST_BLOCK == 0:
             shapes["random_hadamard"] = rotated(x, RANDOM_HADAMARD, tier)
         for rotation, rows in shapes.items():
             estimates = activation_statistics(rows, context.key_blocks)
-            yield from _rows(estimates, "head", layer=index, side=side, rotation=rotation)
+            labels = {"layer": index, "side": side, "rotation": rotation}
+            yield from estimate_rows(estimates, "head", labels)
 
 
 def _predict(
