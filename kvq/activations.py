@@ -2,8 +2,9 @@
 
 Schema `kvq-activations/1`, safetensors:
 
-* `layers.{i}.query` `[Tq, Hq, D]`, `layers.{i}.key` `[T, Hkv, D]`, `layers.{i}.value` `[T, Hkv, Dv]`,
-  float32, float16 or bfloat16; queries and keys after RoPE. Only `key` and `value` are required.
+* `layers.{i}.query` `[Tq, Hq, D]`, `layers.{i}.key` `[T, Hkv, D]`, `layers.{i}.value`
+  `[T, Hkv, Dv]`, float32, float16 or bfloat16; queries and keys after RoPE. Only `key` and `value`
+  are required.
 * `positions` `[T]` int64, of the keys; `query_positions` `[Tq]` int64, ascending.
 * metadata: `scale` (the softmax scale), `rotary` (a `RotarySpec` as JSON, or `null`), `provenance`
   (a JSON object of strings).
@@ -103,8 +104,7 @@ class Activations:
                 f"got {layer.value.shape[1]}"
             )
         if layer.query is not None and (
-            layer.query.shape[2] != layer.key.shape[2]
-            or layer.query.shape[1] % layer.key.shape[1]
+            layer.query.shape[2] != layer.key.shape[2] or layer.query.shape[1] % layer.key.shape[1]
         ):
             raise ValueError(
                 f"layers.{index}.query must have the key's channels and a multiple of its heads, "
@@ -175,7 +175,7 @@ def load_activations(path: str | os.PathLike[str]) -> Activations:
         )
     except KeyError as error:
         raise FileFormatError(path, f"{error.args[0]} must be present, got nothing") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise FileFormatError(path, str(error)) from None
 
 
@@ -185,7 +185,9 @@ def activations_sha256(activations: Activations) -> str:
     for index, layer in activations.layers.items():
         for side, tensor in layer._asdict().items():
             if tensor is not None:
-                digest.update(f"{index}.{side}:{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode())
+                digest.update(
+                    f"{index}.{side}:{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode()
+                )
                 digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     for positions in (activations.positions, activations.query_positions):
         digest.update(positions.numpy().tobytes())

@@ -6,6 +6,7 @@ file and the reason.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +47,7 @@ def write_tensors(
     contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(contents, partial, {**metadata, SCHEMA_KEY: schema})
+        _sort_header(partial)
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
@@ -81,6 +83,16 @@ def read_tensors(
             return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
     except SafetensorError as error:
         raise FileFormatError(path, f"not a valid safetensors file ({error})") from None
+
+
+def _sort_header(path: Path) -> None:
+    """Write the header with sorted keys: safetensors leaves the metadata in no fixed order."""
+    contents = path.read_bytes()
+    end = 8 + int.from_bytes(contents[:8], "little")
+    header = json.dumps(json.loads(contents[8:end]), sort_keys=True, separators=(",", ":"))
+    encoded = header.encode()
+    encoded += b" " * (-len(encoded) % 8)
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + contents[end:])
 
 
 def _read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -70,7 +70,7 @@ class RotarySpec:
             raise ValueError(f"rotary must be a JSON object with the fields {sorted(known)}")
         frequencies = value["inverse_frequencies"]
         if not isinstance(frequencies, list) or not all(
-            isinstance(item, (int, float)) for item in frequencies
+            isinstance(item, (int, float)) and not isinstance(item, bool) for item in frequencies
         ):
             raise ValueError("inverse_frequencies must be a list of numbers")
         rotary_dim, factor = value["rotary_dim"], value["attention_factor"]

@@ -25,7 +25,7 @@ NAN_WORD: Final = 0x7FC00000
 EXPONENT_MASK: Final = 0x7F800000
 #: Exponent bits of a float16.
 EXPONENT_MASK_16: Final = 0x7C00
-#: A codebook-mode row whose sum of squares is below this is a zero row: 2^-126, the smallest normal.
+#: A codebook row whose sum of squares is below this is a zero row: 2^-126, the smallest normal.
 SMALLEST_NORMAL: Final = 2.0**-126
 #: The smallest scale of a float16 pair: 2^-24, the smallest positive float16.
 SCALE_FLOOR_16: Final = 2.0**-24

@@ -1,4 +1,7 @@
-"""The kernel tier: the functions of `kvq.reference` in Triton, file by file, with the same bits."""
+"""The kernel tier: the functions of `kvq.reference` in Triton, with the same bits.
+
+The write path only; attention over a paged cache is the reference tier's.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Triton mirror of `kvq.reference.cache`: one fused write of keys and values, one pass over memory.
+"""Triton mirror of `kvq.reference.cache`: one fused write of keys and values, in one pass.
 
-A program takes rows of one side; the grid's second axis is the side. With keys and values of one
-mode, dtype and head size there is one path through the kernel, else one for each side.
+A program takes tokens of one head of one side: tokens, heads and sides are the axes of the grid.
+With keys and values of one mode, dtype and head size there is one path through the kernel, else
+one for each side.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from kvq.kernels.quantize import (
     row_spec,
     store_codes,
 )
-from kvq.kernels.rows import load_rows, pick, piece_rows
-from kvq.tier import Layout, PagedKV, as_hnd, check_block_pairs, check_cache_write
+from kvq.kernels.rows import load_rows, pick
+from kvq.tier import PagedKV, as_hnd, check_block_pairs, check_cache_write
 
 #: Up to this many tokens a program looks for a later token with its slot by itself, and the write
 #: is one launch; beyond it a table of claims is made first.
@@ -56,18 +57,6 @@ def _last_writer(
 
 
 @triton.jit
-def _place_of(row, num_tokens, num_heads, HEAD_FIRST: tl.constexpr):
-    """Token and head of a row, in the order in which neighbors in the cache are neighbors."""
-    if HEAD_FIRST:
-        token = row % num_tokens
-        head = row // num_tokens
-    else:
-        token = row // num_heads
-        head = row % num_heads
-    return token, head
-
-
-@triton.jit
 def _write_side(
     x_ptr,
     codes_ptr,
@@ -84,45 +73,41 @@ def _write_side(
     words_head,
     words_slot,
     num_tokens,
-    num_heads,
     num_slots,
     block_size,
     SPEC: tl.constexpr,
     R: tl.constexpr,
-    E: tl.constexpr,
-    W: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
     CAST: tl.constexpr,
-    HEAD_FIRST: tl.constexpr,
     SCAN: tl.constexpr,
     WIDTH: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    C: tl.constexpr = pick(SPEC, "padded")
-    start = tl.program_id(0) * R
-    num_rows = num_tokens * num_heads
-    piece_row = start + piece_rows(C, R, E, W)
-    token, head = _place_of(piece_row, num_tokens, num_heads, HEAD_FIRST)
-    base = x_ptr + token.to(tl.int64) * x_token + head.to(tl.int64) * x_head
-    x = load_rows(base, piece_row < num_rows, pick(SPEC, "head_dim"), C, R, E, W)
-    row = start + tl.arange(0, R)
-    live = row < num_rows
-    token, head = _place_of(row, num_tokens, num_heads, HEAD_FIRST)
-    slot = tl.load(slot_ptr + token, mask=live, other=-1).to(tl.int64)
-    live = live & (slot >= 0) & (slot < num_slots)
-    live = live & _last_writer(slot, token, live, slot_ptr, claims_ptr, num_tokens, SCAN, WIDTH)
-    first, second, word = encode_rows(x, table_ptr, SPEC, R, E, CAST)
-    # In range, so 32 bits hold it; offsets take 64.
-    place = tl.where(live, slot, 0).to(tl.int32)
-    block = (place // block_size).to(tl.int64)
-    offset = (place % block_size).to(tl.int64)
-    target = block * codes_block + head.to(tl.int64) * codes_head + offset * codes_slot
-    store_codes(codes_ptr + tl.multiple_of(target, ALIGN), first, second, live, SPEC, UNIT)
-    tl.store(
-        words_ptr + block * words_block + head.to(tl.int64) * words_head + offset * words_slot,
-        word,
-        mask=live,
-    )
+    head = tl.program_id(1).to(tl.int64)
+    # Not pipelined: an asynchronous copy would land where a thread cannot read its row at once.
+    for tile in tl.range(0, TILES, num_stages=1):
+        token = (tl.program_id(0) * TILES + tile) * R + tl.arange(0, R)
+        live = token < num_tokens
+        base = x_ptr + token.to(tl.int64) * x_token + head * x_head
+        x = load_rows(base, live, pick(SPEC, "head_dim"), pick(SPEC, "padded"))
+        slot = tl.load(slot_ptr + token, mask=live, other=-1).to(tl.int64)
+        live = live & (slot >= 0) & (slot < num_slots)
+        live = live & _last_writer(
+            slot, token, live, slot_ptr, claims_ptr, num_tokens, SCAN, WIDTH
+        )
+        first, second, word = encode_rows(x, table_ptr, SPEC, R, CAST)
+        # In range, so 32 bits hold it; offsets take 64.
+        place = tl.where(live, slot, 0).to(tl.int32)
+        block = (place // block_size).to(tl.int64)
+        offset = (place % block_size).to(tl.int64)
+        target = block * codes_block + head * codes_head + offset * codes_slot
+        store_codes(codes_ptr + tl.multiple_of(target, ALIGN), first, second, live, SPEC, UNIT)
+        tl.store(
+            words_ptr + block * words_block + head * words_head + offset * words_slot,
+            word,
+            mask=live,
+        )
 
 
 @triton.jit(
@@ -140,7 +125,6 @@ def _write_side(
         "value_words_head",
         "value_words_slot",
         "num_tokens",
-        "num_heads",
         "num_slots",
         "block_size",
     ]
@@ -173,27 +157,23 @@ def _reshape_and_cache_kernel(
     value_words_head,
     value_words_slot,
     num_tokens,
-    num_heads,
     num_slots,
     block_size,
     KEY_SPEC: tl.constexpr,
     VALUE_SPEC: tl.constexpr,
-    R: tl.constexpr,
-    KEY_E: tl.constexpr,
-    VALUE_E: tl.constexpr,
-    KEY_W: tl.constexpr,
-    VALUE_W: tl.constexpr,
+    KEY_R: tl.constexpr,
+    VALUE_R: tl.constexpr,
     KEY_UNIT: tl.constexpr,
     VALUE_UNIT: tl.constexpr,
     KEY_ALIGN: tl.constexpr,
     VALUE_ALIGN: tl.constexpr,
     CAST: tl.constexpr,
-    HEAD_FIRST: tl.constexpr,
     ONE_PATH: tl.constexpr,
     SCAN: tl.constexpr,
     WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    is_key = tl.program_id(1) == 0
+    is_key = tl.program_id(2) == 0
     if ONE_PATH:
         _write_side(
             key_ptr if is_key else value_ptr,
@@ -211,19 +191,16 @@ def _reshape_and_cache_kernel(
             key_words_head if is_key else value_words_head,
             key_words_slot if is_key else value_words_slot,
             num_tokens,
-            num_heads,
             num_slots,
             block_size,
             KEY_SPEC,
-            R,
-            KEY_E,
-            KEY_W,
+            KEY_R,
             KEY_UNIT,
             KEY_ALIGN,
             CAST,
-            HEAD_FIRST,
             SCAN,
             WIDTH,
+            TOKENS // KEY_R,
         )
     elif is_key:
         _write_side(
@@ -242,19 +219,16 @@ def _reshape_and_cache_kernel(
             key_words_head,
             key_words_slot,
             num_tokens,
-            num_heads,
             num_slots,
             block_size,
             KEY_SPEC,
-            R,
-            KEY_E,
-            KEY_W,
+            KEY_R,
             KEY_UNIT,
             KEY_ALIGN,
             CAST,
-            HEAD_FIRST,
             SCAN,
             WIDTH,
+            TOKENS // KEY_R,
         )
     else:
         _write_side(
@@ -273,19 +247,16 @@ def _reshape_and_cache_kernel(
             value_words_head,
             value_words_slot,
             num_tokens,
-            num_heads,
             num_slots,
             block_size,
             VALUE_SPEC,
-            R,
-            VALUE_E,
-            VALUE_W,
+            VALUE_R,
             VALUE_UNIT,
             VALUE_ALIGN,
             CAST,
-            HEAD_FIRST,
             SCAN,
             WIDTH,
+            TOKENS // VALUE_R,
         )
 
 
@@ -308,20 +279,19 @@ def reshape_and_cache(
     num_tokens, num_heads = len(slot_mapping), key.shape[1]
     num_blocks, _, block_size = as_hnd(key_cache)[1].shape
     num_slots = num_blocks * block_size
-    launch.check_below_2_31("slot_mapping", "rows", num_tokens * num_heads)
+    launch.check_below_2_31("slot_mapping", "tokens", num_tokens)
     launch.check_below_2_31("key_cache", "slots", num_slots)
     if num_tokens == 0:
         return
-    num_rows = num_tokens * num_heads
     sides = [
-        _Side(rows, cache, num_rows) for rows, cache in ((key, key_cache), (value, value_cache))
+        _Side(rows, cache, num_tokens) for rows, cache in ((key, key_cache), (value, value_cache))
     ]
-    rows = min(side.tile.rows for side in sides)
+    tokens = max(side.tile.rows for side in sides)
     scan = num_tokens <= MOST_TOKENS_TO_SCAN
     claims = slot_mapping if scan else _claims(slot_mapping, num_slots)
     keys, values = sides
     one_path = keys.fixed == values.fixed and key_cache.mode.codebook == value_cache.mode.codebook
-    _reshape_and_cache_kernel[(triton.cdiv(num_rows, rows), 2)](
+    _reshape_and_cache_kernel[(triton.cdiv(num_tokens, tokens), num_heads, 2)](
         *(side.rows for side in sides),
         *(side.codes.view(launch.UNIT_DTYPES[side.unit]) for side in sides),
         *(side.words.view(torch.int32) for side in sides),
@@ -331,43 +301,38 @@ def reshape_and_cache(
         *(stride for side in sides for stride in side.rows.stride()[:2]),
         *(stride for side in sides for stride in side.cache_strides()),
         num_tokens,
-        num_heads,
         num_slots,
         block_size,
         KEY_SPEC=keys.spec,
         VALUE_SPEC=values.spec,
-        R=rows,
-        KEY_E=keys.elements,
-        VALUE_E=values.elements,
-        KEY_W=keys.tile.width,
-        VALUE_W=values.tile.width,
+        KEY_R=keys.tile.rows,
+        VALUE_R=values.tile.rows,
         KEY_UNIT=keys.unit,
         VALUE_UNIT=values.unit,
         KEY_ALIGN=keys.align,
         VALUE_ALIGN=values.align,
         CAST=launch.has_e4m3_cast(key.device),
-        HEAD_FIRST=key_cache.layout is Layout.HND,
         ONE_PATH=one_path,
         SCAN=scan,
         WIDTH=SCAN_WIDTH,
-        **launch.options(keys.tile),
+        TOKENS=tokens,
+        **launch.options(keys.tile, key_cache.mode),
     )
 
 
 class _Side:
     """One side of a write: its rows, its cache as `[blocks, heads, block_size, ...]`, its tile."""
 
-    def __init__(self, rows: Tensor, cache: PagedKV, num_rows: int) -> None:
+    def __init__(self, rows: Tensor, cache: PagedKV, num_tokens: int) -> None:
         check_rounding(cache.mode)
         self.mode = cache.mode
         self.rows = rows.detach() if rows.stride(2) == 1 else rows.detach().contiguous()
         self.codes, self.words = as_hnd(cache)
         head_dim = rows.shape[2]
-        self.tile = launch.row_tile(head_dim, rows.element_size(), num_rows)
+        self.tile = launch.row_tile(cache.mode, head_dim, num_tokens)
         self.spec = row_spec(cache.mode, head_dim, self.tile.padded, rows.dtype)
         self.unit = launch.store_unit(cache.mode, head_dim, self.codes)
         self.align = launch.store_alignment(self.codes, self.unit)
-        self.elements = self.tile.lanes * self.tile.width
         self.fixed = (self.spec, self.tile, self.unit, self.align, rows.dtype)
 
     def cache_strides(self) -> tuple[int, ...]:
@@ -416,7 +381,7 @@ def _scatter_blocks_kernel(
 
 
 def copy_blocks(cache: PagedKV, pairs: Tensor, *, check: bool | None = None) -> None:
-    """Triton mirror of `kvq.reference.copy_blocks`; no host synchronization unless `check` is on."""
+    """Triton mirror of `kvq.reference.copy_blocks`; no synchronization unless `check` is on."""
     launch.check_device("cache.codes", cache.codes)
     check_block_pairs(cache, pairs, check)
     if len(pairs) == 0:

@@ -18,12 +18,10 @@ from torch import Tensor
 from kvq.checks import check_input
 from kvq.kernels import launch
 from kvq.kernels.rows import (
-    channels,
     join_stride,
     load_rows,
     log2,
     pick,
-    piece_rows,
     split_stride,
     store_rows,
 )
@@ -66,40 +64,40 @@ def _sign_word(spec, round_index, i):
 
 
 @triton.jit
-def _times_signs(t, SPEC: tl.constexpr, ROUND: tl.constexpr, E: tl.constexpr):
+def _times_signs(t, SPEC: tl.constexpr, ROUND: tl.constexpr):
     """Multiply by the signs of one round."""
     C: tl.constexpr = pick(SPEC, "padded")
-    channel = channels(C, E)
+    channel = tl.arange(0, C)
     word = channel * 0 + _sign_word(SPEC, ROUND, 0)
     for i in tl.static_range(1, C // 32):
         word = tl.where(channel // 32 == i, _sign_word(SPEC, ROUND, i), word)
-    return t * (((word >> (channel % 32)) & 1) * 2 - 1).to(tl.float32)
+    return t * (((word >> (channel % 32)) & 1) * 2 - 1).to(tl.float32)[:, None]
 
 
 @triton.jit
-def butterfly(t, B: tl.constexpr, C: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
+def butterfly(t, B: tl.constexpr, C: tl.constexpr, R: tl.constexpr):
     """`H t` on blocks of `B` channels: strides B/2, ..., 2, 1 of `(u, v) -> (u + v, u - v)`."""
     for i in tl.static_range(log2(B)):
-        u, v = split_stride(t, B >> (i + 1), C, R, E)
-        t = join_stride(u + v, u - v, B >> (i + 1), C, R, E)
+        u, v = split_stride(t, B >> (i + 1), C, R)
+        t = join_stride(u + v, u - v, C, R)
     return t
 
 
 @triton.jit
-def rotate(t, SPEC: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
+def rotate(t, SPEC: tl.constexpr, R: tl.constexpr):
     """`H (s0 * t)`, or `H (s1 * H (s0 * t))`."""
     for i in tl.static_range(pick(SPEC, "rounds")):
-        t = butterfly(_times_signs(t, SPEC, i, E), pick(SPEC, "block"), pick(SPEC, "padded"), R, E)
+        t = butterfly(_times_signs(t, SPEC, i), pick(SPEC, "block"), pick(SPEC, "padded"), R)
     return t
 
 
 @triton.jit
-def unrotate(t, SPEC: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
+def unrotate(t, SPEC: tl.constexpr, R: tl.constexpr):
     """The transpose of `rotate`: its inverse, but for the factor N."""
     ROUNDS: tl.constexpr = pick(SPEC, "rounds")
     for i in tl.static_range(ROUNDS):
-        t = butterfly(t, pick(SPEC, "block"), pick(SPEC, "padded"), R, E)
-        t = _times_signs(t, SPEC, ROUNDS - 1 - i, E)
+        t = butterfly(t, pick(SPEC, "block"), pick(SPEC, "padded"), R)
+        t = _times_signs(t, SPEC, ROUNDS - 1 - i)
     return t
 
 
@@ -111,20 +109,18 @@ def _hadamard_kernel(
     row_stride,
     SPEC: tl.constexpr,
     R: tl.constexpr,
-    E: tl.constexpr,
-    W: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
     D: tl.constexpr = pick(SPEC, "head_dim")
     C: tl.constexpr = pick(SPEC, "padded")
-    start = tl.program_id(0).to(tl.int64) * R
-    piece_row = start + piece_rows(C, R, E, W)
-    x = load_rows(x_ptr + piece_row * row_stride, piece_row < num_rows, D, C, R, E, W)
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    live = row < num_rows
+    x = load_rows(x_ptr + row * row_stride, live, D, C)
     if INVERSE:
-        x = unrotate(x * pick(SPEC, "fold"), SPEC, R, E)
+        x = unrotate(x * pick(SPEC, "fold"), SPEC, R)
     else:
-        x = rotate(x, SPEC, R, E)
-    store_rows(out_ptr, start, num_rows, x, D, C, R, E)
+        x = rotate(x, SPEC, R)
+    store_rows(out_ptr + row * D, x, live, D, C)
 
 
 @dataclass(frozen=True)
@@ -151,7 +147,7 @@ def hadamard_transform(x: Tensor, rotation: Rotation, *, inverse: bool = False) 
         flat = flat.contiguous()
     out = torch.empty(flat.shape, dtype=torch.float32, device=x.device)
     if len(flat):
-        tile = launch.row_tile(head_dim, x.element_size(), len(flat))
+        tile = launch.row_tile(None, head_dim, len(flat))
         _hadamard_kernel[(triton.cdiv(len(flat), tile.rows),)](
             flat,
             out,
@@ -166,8 +162,6 @@ def hadamard_transform(x: Tensor, rotation: Rotation, *, inverse: bool = False) 
                 1.0 / rotation.gain(head_dim),
             ),
             R=tile.rows,
-            E=tile.lanes * tile.width,
-            W=tile.width,
             INVERSE=inverse,
             **launch.options(tile),
         )

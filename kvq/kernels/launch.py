@@ -5,63 +5,61 @@ The numbers here were chosen from measurements on an H200 (`results/write-h200.j
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from kvq.checks import INPUT_DTYPES, dtype_name
-from kvq.modes import Mode
+from kvq.modes import Mode, ScaleFit
 
 #: Whether kernels run in Triton's interpreter, on the CPU.
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0") == "1"
 #: A row this long or shorter lives in the registers of one thread.
 VALUES_PER_THREAD: Final = 128
+#: Channels of a thread where rows are not rotated and so are spread over the threads.
+SPREAD_VALUES: Final = 32
+#: Registers of a thread of the row kernels: what lets twelve warps share a multiprocessor.
+MAX_REGISTERS: Final = 160
+#: The same where codebooks of fewer than 4 bits are fitted, which would spill below it.
+MAX_REGISTERS_FITTED: Final = 232
 #: Warps of one program of the row kernels.
-ROW_WARPS: Final = 4
+ROW_WARPS: Final = 2
 #: Rows of one program in the interpreter, which pays for each program and not for each row.
-INTERPRETED_ROWS: Final = 1024
+INTERPRETED_ROWS: Final = 4096
 #: Threads of a warp. AMD's wavefronts of 64 hold two rows where a warp holds one.
 WARP: Final = 32
 
 
-@dataclass(frozen=True, slots=True)
-class RowTile:
-    """How the rows of one program lie in its threads.
-
-    A row of `padded` channels is cut into chunks of `width` channels, 16 bytes of input. A thread
-    holds `padded / (lanes * width)` chunks of one row, `lanes` threads share a row.
-    """
+class RowTile(NamedTuple):
+    """The rows of one program of the row kernels."""
 
     #: Rows of a program, a power of two.
     rows: int
-    #: Channels, padded to a power of two.
+    #: Channels, padded to a power of two of at least 32.
     padded: int
-    #: Channels of a chunk.
-    width: int
-    #: Threads that share a row.
-    lanes: int
     #: Warps of a program.
     warps: int
 
 
-def row_tile(head_dim: int, itemsize: int, num_rows: int) -> RowTile:
-    """The tile for rows of `head_dim` channels of `itemsize` bytes.
+def row_tile(mode: Mode | None, head_dim: int, num_rows: int) -> RowTile:
+    """The tile for rows of `head_dim` channels. The bits of the result do not depend on it.
 
-    The bits of the result do not depend on it.
+    Args:
+        mode: A rotated row wants to lie in one thread; others are spread over the threads.
+        head_dim: D.
+        num_rows: How many rows there are.
     """
     padded = max(32, triton.next_power_of_2(head_dim))
-    width = min(16 // itemsize, padded)
-    lanes = max(1, padded // VALUES_PER_THREAD)
     if INTERPRETED:
-        rows = min(INTERPRETED_ROWS, triton.next_power_of_2(max(1, num_rows)))
-        return RowTile(rows, padded, width, lanes, ROW_WARPS)
-    return RowTile(ROW_WARPS * WARP // lanes, padded, width, lanes, ROW_WARPS)
+        rows = min(INTERPRETED_ROWS, triton.next_power_of_2(num_rows))
+        return RowTile(rows, padded, ROW_WARPS)
+    values = SPREAD_VALUES if mode is not None and mode.rotation is None else VALUES_PER_THREAD
+    rows_of_warp = max(1, WARP * values // max(padded, values))
+    warps = min(ROW_WARPS, triton.next_power_of_2(triton.cdiv(num_rows, rows_of_warp)))
+    return RowTile(warps * rows_of_warp, padded, warps)
 
 
 #: The integer type of a store of so many bytes.
@@ -81,7 +79,7 @@ def store_unit(mode: Mode, head_dim: int, codes: Tensor) -> int:
 
 
 def store_alignment(codes: Tensor, unit: int) -> int:
-    """The largest power of two, at most 16 bytes, that divides the place of every row, in units."""
+    """The largest power of two, at most 16 bytes, that divides every row's place, in units."""
     return math.gcd(16, codes.data_ptr(), *codes.stride()[:-1]) // unit
 
 
@@ -104,14 +102,6 @@ def check_device(argument: str, tensor: Tensor) -> None:
         )
 
 
-def check_input_dtype(argument: str, tensor: Tensor) -> None:
-    """The kernels take the dtypes that the reference takes."""
-    if tensor.dtype not in INPUT_DTYPES:
-        raise TypeError(
-            f"{argument} must be float32, float16 or bfloat16, got {dtype_name(tensor.dtype)}"
-        )
-
-
 def has_e4m3_cast(device: torch.device) -> bool:
     """Whether the hardware rounds float32 to e4m3 straight and to nearest even.
 
@@ -130,11 +120,13 @@ def has_shuffle() -> bool:
     return not INTERPRETED and torch.version.hip is None
 
 
-def options(tile: RowTile) -> dict[str, object]:
+def options(tile: RowTile, mode: Mode | None = None) -> dict[str, object]:
     """Launch options. Exact arithmetic forbids the contraction of `a * b + c`."""
-    return {} if INTERPRETED else {"num_warps": tile.warps, "enable_fp_fusion": False}
-
-
-def triton_version() -> str:
-    """The version of triton, or the empty string without it."""
-    return triton.__version__ if importlib.util.find_spec("triton") else ""
+    if INTERPRETED:
+        return {}
+    fitted = mode is not None and mode.scale_fit not in (None, ScaleFit.UNIT) and mode.bits < 4
+    return {
+        "num_warps": tile.warps,
+        "enable_fp_fusion": False,
+        "maxnreg": MAX_REGISTERS_FITTED if fitted else MAX_REGISTERS,
+    }

@@ -9,27 +9,61 @@ from torch import Tensor
 
 from kvq.checks import check_dtype, check_tensor
 from kvq.kernels import launch
+from kvq.kernels.rows import log2
 from kvq.modes import PACKINGS
 
 
-@triton.jit
-def pack_words(codes, BITS: tl.constexpr, C: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
-    """`[C / E, R, E]` int32 codes to `[R, C * BITS / 32]` int32 words, first code lowest.
+@triton.constexpr_function
+def words_of(channels, bits):
+    """Words that the codes of so many channels fill, at least the one that they share."""
+    return max(1, channels * bits // 32)
 
-    The codes of a word are disjoint bits, so their sum is their union.
+
+@triton.constexpr_function
+def _bias_of_word(bias, bits, count, place):
+    """What a bias of each of `count` codes adds to a word, as a signed 32-bit integer."""
+    total = sum(bias << (bits * (place + i)) for i in range(count)) % 2**32
+    return total - 2**32 if total >= 2**31 else total
+
+
+@triton.jit
+def pack_words(
+    codes,
+    BITS: tl.constexpr,
+    BIAS: tl.constexpr,
+    PART: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    R: tl.constexpr,
+):
+    """The words of part `I` of `PART` channels: `[PART, R]` int32 codes plus `BIAS`, first lowest.
+
+    The codes of a word are disjoint bits, so their sum is their union, here and over the parts
+    that share a word. Sums are modulo 2^32.
     """
-    PER: tl.constexpr = 32 // BITS
-    if PER <= E:
-        shift = (BITS * tl.arange(0, PER))[None, None, None, :]
-        words = tl.sum(codes.reshape(C // E, R, E // PER, PER) << shift, 3)
-        words = words.permute(1, 0, 2).reshape(R, C // PER)
-    else:
-        G: tl.constexpr = PER // E
-        place = tl.arange(0, G)[:, None] * E + tl.arange(0, E)[None, :]
-        shift = (BITS * place)[None, :, None, :]
-        words = tl.sum(tl.sum(codes.reshape(C // PER, G, R, E) << shift, 3), 1)
-        words = words.permute(1, 0)
-    return words
+    W: tl.constexpr = words_of(PART, BITS)
+    PER: tl.constexpr = PART // W
+    PLACE: tl.constexpr = (I * PART) % (32 // BITS) if PART * BITS < 32 else 0
+    shift = (BITS * (PLACE + tl.arange(0, PER)))[None, :, None]
+    return tl.sum(codes.reshape(W, PER, R) << shift, 1) - _bias_of_word(BIAS, BITS, PER, PLACE)
+
+
+@triton.jit
+def join_words(parts, N: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr):
+    """`[R, N * PART * BITS / 32]` words from the words of N parts."""
+    W: tl.constexpr = words_of(PART, BITS)
+    SHARED: tl.constexpr = 32 // (PART * BITS) if PART * BITS < 32 else 1
+    for i in tl.static_range(log2(SHARED)):
+        sums = ()
+        for j in tl.static_range(N >> (i + 1)):
+            sums = sums + (parts[2 * j] + parts[2 * j + 1],)
+        parts = sums
+    for i in tl.static_range(log2(N // SHARED)):
+        pairs = ()
+        for j in tl.static_range((N // SHARED) >> (i + 1)):
+            pair = tl.join(parts[2 * j], parts[2 * j + 1])
+            pairs = pairs + (pair.permute(2, 0, 1).reshape(W << (i + 1), R),)
+        parts = pairs
+    return parts[0].permute(1, 0)
 
 
 @triton.jit
@@ -47,7 +81,9 @@ def load_code(row, channel, live, BITS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _pack_kernel(codes_ptr, out_ptr, total, ROW: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+def _pack_kernel(
+    codes_ptr, out_ptr, total, ROW: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
+):
     """One byte of the packed rows for each entry; a three-bit row has two kinds of bytes."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     NBYTES: tl.constexpr = ROW * BITS // 8
@@ -93,9 +129,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes
     row = codes.shape[-1]
-    out = torch.empty(
-        (*codes.shape[:-1], row * bits // 8), dtype=torch.uint8, device=codes.device
-    )
+    out = torch.empty((*codes.shape[:-1], row * bits // 8), dtype=torch.uint8, device=codes.device)
     _run(_pack_kernel, codes.contiguous(), out, row, bits)
     return out
 

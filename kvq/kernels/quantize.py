@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -21,28 +22,33 @@ from kvq.checks import check_dtype, check_input, check_same_device, check_tensor
 from kvq.codebooks import to_float32
 from kvq.kernels import launch
 from kvq.kernels.hadamard import rotate, sign_words, unrotate
-from kvq.kernels.packing import load_code, pack_words
+from kvq.kernels.packing import join_words, load_code, pack_words
 from kvq.kernels.rounding import (
+    GUESS_BIAS,
+    choose,
     decode_e4m3,
     encode_e4m3,
-    choose,
     from_digits,
+    lane_entry,
+    lane_lookup,
     padded_levels,
     round_code,
-    search_code,
     search_digits,
+    search_guess,
+    search_table,
 )
 from kvq.kernels.rows import (
     bits_of,
-    channels,
     fold_add,
     fold_max,
     fold_min,
+    fold_parts,
+    fold_signed_max,
     from_bits,
     load_rows,
     not_finite,
     pick,
-    piece_rows,
+    split_parts,
     store_rows,
     store_words,
 )
@@ -64,6 +70,10 @@ from kvq.tier import QuantizedKV
 
 #: Codebooks of at most this many levels are compiled into the kernel; larger ones are tables.
 MOST_CONSTANT_LEVELS = 16
+#: From this many levels on, a guess and a look-up in the warp's registers beat constants.
+FEWEST_GUESSED_LEVELS = 5
+#: How far a guessed index may be from its threshold's own; half an index is the limit.
+GUESS_ERROR = 0.4
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,32 @@ class RowSpec:
     levels: tuple[float, ...]
     thresholds: tuple[float, ...]
     num_levels: int
+    #: See `guess_index`; empty when constants or a table are searched.
+    guess: tuple[float, ...]
+
+
+def guess_index(thresholds: tuple[float, ...]) -> tuple[float, ...]:
+    """How to guess the index of the nearest threshold, for `search_guess`.
+
+    Returns:
+        `(scale, offset, c1, c2, c3)`: the place `w = scale * z + offset` is 0 at the lowest
+        threshold and 1 at the highest, and `w * (c1 + w * (c2 + w * c3))` rises between them and
+        comes within `GUESS_ERROR` of `i` at threshold `i`. So a number whose guess rounds to `i`
+        is above threshold `i - 1` and below threshold `i + 1`, with room for rounding. Empty if no
+        cubic does, or if the thresholds do not fit a warp.
+    """
+    count = len(thresholds)
+    if not FEWEST_GUESSED_LEVELS <= count + 1 <= launch.WARP:
+        return ()
+    scale = 1.0 / (thresholds[-1] - thresholds[0])
+    places = (np.array(thresholds) - thresholds[0]) * scale
+    powers = np.arange(1, 4)
+    cubic, *_ = np.linalg.lstsq(places[:, None] ** powers, np.arange(count), rcond=None)
+    errors = np.abs(places[:, None] ** powers @ cubic - np.arange(count))
+    between = np.linspace(0.0, 1.0, 4096)[:, None] ** powers @ cubic
+    if errors.max() > GUESS_ERROR or np.diff(between).min() <= 0:
+        return ()
+    return tuple(to_float32(float(v)) for v in (scale, -thresholds[0] * scale, *cubic))
 
 
 @lru_cache(maxsize=1024)
@@ -127,33 +163,46 @@ def row_spec(mode: Mode, head_dim: int, padded: int, dtype: torch.dtype) -> RowS
         levels=levels if inline else (),
         thresholds=thresholds if inline else (),
         num_levels=len(levels),
+        guess=guess_index(thresholds) if launch.has_shuffle() else (),
     )
 
 
 @lru_cache(maxsize=256)
 def codebook_table(mode: Mode, device: torch.device) -> Tensor:
-    """`[2 * 2^bits]` float32: the levels, the last repeated, and then the thresholds."""
+    """`[2, table_size]` float32: the levels, and then the thresholds; the last repeats."""
     if mode.codebook is None:
         return torch.zeros(1, dtype=torch.float32, device=device)
-    size = 2**mode.bits
+    size = table_size(mode.bits)
     levels, thresholds = mode.codebook.levels, mode.codebook.thresholds
-    table = (*levels, *levels[-1:] * (size - len(levels)), *thresholds)
-    return torch.tensor(table, dtype=torch.float32, device=device)
+    rows = [row + row[-1:] * (size - len(row)) for row in (levels, thresholds)]
+    return torch.tensor(rows, dtype=torch.float32, device=device)
+
+
+@triton.constexpr_function
+def table_size(bits):
+    """Entries of a table of levels or thresholds: one for each code, and for each lane."""
+    return max(launch.WARP, 1 << bits)
 
 
 @triton.jit
-def _encode_absmax(y, SPEC: tl.constexpr, R: tl.constexpr, E: tl.constexpr, CAST: tl.constexpr):
-    C: tl.constexpr = pick(SPEC, "padded")
-    ROUNDING: tl.constexpr = pick(SPEC, "rounding")
+def _absmax_scale(y, SPEC: tl.constexpr):
+    """Scale, word, multiplier and NaN mark of rows that are divided by their largest magnitude."""
     LARGEST: tl.constexpr = 448.0 if pick(SPEC, "grid") == "e4m3" else 127.0
-    absmax = fold_max(tl.abs(y), C, R, E)
+    # On the bits, where a NaN is larger than every number.
+    absmax = from_bits(tl.max(bits_of(y) & 0x7FFFFFFF, 0))
     scale = floored_scale(absmax, LARGEST)
-    q = y * reciprocal(scale)[None, :, None]
+    return reciprocal(scale), bits_of(scale), not_finite(absmax)
+
+
+@triton.jit
+def _absmax_codes(y, multiplier, SPEC: tl.constexpr, CAST: tl.constexpr):
+    ROUNDING: tl.constexpr = pick(SPEC, "rounding")
+    q = y * multiplier[None, :]
     if pick(SPEC, "grid") == "e4m3":
         codes = encode_e4m3(tl.minimum(tl.maximum(q, -448.0), 448.0), ROUNDING, CAST)
     else:
         codes = round_code(tl.minimum(tl.maximum(q, -128.0), 127.0), ROUNDING) & 255
-    return codes, bits_of(scale), not_finite(absmax)
+    return codes
 
 
 @triton.jit
@@ -165,32 +214,30 @@ def _clamped_code(q, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _encode_range(y, SPEC: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
+def _range_scale(y, SPEC: tl.constexpr, R: tl.constexpr):
+    """Multiplier, offset, word and NaN mark of rows that are divided by their range."""
     C: tl.constexpr = pick(SPEC, "padded")
-    D: tl.constexpr = pick(SPEC, "head_dim")
     LARGEST: tl.constexpr = pick(SPEC, "max_code")
     FOLD: tl.constexpr = pick(SPEC, "fold")
     NORMALIZATION: tl.constexpr = pick(SPEC, "normalization")
-    if NORMALIZATION == "zero_range" or D == C:
-        low = fold_min(y, C, R, E)
-        high = fold_max(y, C, R, E)
+    if NORMALIZATION == "zero_range" or pick(SPEC, "head_dim") == C:
+        low = fold_min(y, C, R)
+        high = fold_max(y, C, R)
     else:
-        live = channels(C, E) < D
-        low = fold_min(tl.where(live, y, float("inf")), C, R, E)
-        high = fold_max(tl.where(live, y, float("-inf")), C, R, E)
+        live = tl.arange(0, C)[:, None] < pick(SPEC, "head_dim")
+        low = fold_min(tl.where(live, y, float("inf")), C, R)
+        high = fold_max(tl.where(live, y, float("-inf")), C, R)
     bad = not_finite(high) | not_finite(low)
     if NORMALIZATION == "zero_range":
         low = tl.minimum(low, 0.0)
         high = tl.maximum(high, 0.0)
     bad = bad | not_finite(high - low)
     if NORMALIZATION == "min_range":
-        smallest = round_to_float16((low + 0.0) * FOLD)
+        offset = round_to_float16((low + 0.0) * FOLD)
         step = divide(high - low, constant(low, LARGEST))
         scale = tl.maximum(round_to_float16(step * FOLD), 5.9604644775390625e-08)
-        q = (y * FOLD - smallest[None, :, None]) * reciprocal(scale)[None, :, None]
-        codes = _clamped_code(q, SPEC)
-        word = encode_float16_pair(scale, smallest)
-        bad = bad | not_finite(smallest) | not_finite(scale)
+        word = encode_float16_pair(scale, offset)
+        bad = bad | not_finite(offset) | not_finite(scale)
     else:
         scale = floored_scale(high - low, LARGEST)
         if NORMALIZATION == "zero_range":
@@ -198,113 +245,159 @@ def _encode_range(y, SPEC: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
             zero_point = _clamped_code((-low) * reciprocal(scale), SPEC)
         else:
             zero_point = _clamped_code(divide(-low, scale), SPEC)
-        q = y * reciprocal(scale)[None, :, None] + zero_point.to(tl.float32)[None, :, None]
-        codes = _clamped_code(q, SPEC)
+        offset = zero_point.to(tl.float32)
         word = encode_zero_point(scale, zero_point)
-    return codes, word, bad
+    return reciprocal(scale), offset, word, bad
 
 
 @triton.jit
-def _signed_max(y, C: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
-    """The entry of largest magnitude of each row, of the lowest channel among equals."""
-    largest = fold_max(tl.abs(y), C, R, E)
-    place = tl.where(tl.abs(y) == largest[None, :, None], channels(C, E), C)
-    lowest = tl.min(tl.min(place, 2), 0)
-    hit = channels(C, E) == lowest[None, :, None]
-    negative = tl.max(tl.max(tl.where(hit & (y < 0.0), 1, 0), 2), 0)
-    return tl.where(negative != 0, -largest, largest)
+def _range_codes(y, multiplier, offset, SPEC: tl.constexpr):
+    if pick(SPEC, "normalization") == "min_range":
+        q = (y * pick(SPEC, "fold") - offset[None, :]) * multiplier[None, :]
+    else:
+        q = y * multiplier[None, :] + offset[None, :]
+    return _clamped_code(q, SPEC)
 
 
 @triton.jit
-def _encode_codebook(y, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
-    C: tl.constexpr = pick(SPEC, "padded")
-    D: tl.constexpr = pick(SPEC, "head_dim")
-    BITS: tl.constexpr = pick(SPEC, "bits")
-    FIT: tl.constexpr = pick(SPEC, "scale_fit")
-    squares = fold_add(y * y, C, R, E)
-    norm = tl.math.sqrt_rn(squares)
+def _codebook_scale(y, squares, SPEC: tl.constexpr, R: tl.constexpr):
+    """Multiplier and `unit` word of rows that meet a codebook."""
     if pick(SPEC, "normalization") == "rms":
-        inverse = divide(constant(norm, pick(SPEC, "root")), norm)
+        norm = tl.math.sqrt_rn(squares)
+        multiplier = divide(constant(norm, pick(SPEC, "root")), norm)
         unit = divide(norm, constant(norm, pick(SPEC, "root_gain")))
     else:
-        signed_max = _signed_max(y, C, R, E)
-        inverse = reciprocal(signed_max)
+        signed_max = fold_signed_max(y, pick(SPEC, "padded"), R)
+        multiplier = reciprocal(signed_max)
         unit = signed_max * pick(SPEC, "fold")
-    z = y * inverse[None, :, None]
-    if len(pick(SPEC, "levels")) > 0:
-        digits = search_digits(z, pick(SPEC, "thresholds"), BITS)
-        codes = from_digits(digits, BITS)
-    else:
-        codes = search_code(z, table_ptr + (1 << BITS), pick(SPEC, "num_levels") - 1, BITS)
-    zero = (bits_of(squares) & 0x7FFFFFFF) < 0x00800000
-    if FIT == "unit":
-        scale = unit
-    else:
-        if len(pick(SPEC, "levels")) > 0:
-            c = choose(digits, padded_levels(pick(SPEC, "levels"), BITS), 0)
-        else:
-            c = tl.load(table_ptr + codes)
-        if D != C:
-            c = tl.where(channels(C, E) < D, c, 0.0)
-        if FIT == "least_squares":
-            numerator = fold_add(y * c, C, R, E)
-            denominator = fold_add(c * c, C, R, E)
-        elif FIT == "norm_match":
-            numerator = norm
-            denominator = tl.math.sqrt_rn(fold_add(c * c, C, R, E))
-        else:
-            numerator = squares
-            denominator = fold_add(y * c, C, R, E)
-        scale = divide(numerator, denominator) * pick(SPEC, "fold")
-        zero = zero | (denominator == 0.0)
-    bad = not_finite(squares)
-    zero = zero & (bad == 0)
-    bad = bad | (not_finite(scale) & (zero == 0))
-    return codes, tl.where(zero, 0, bits_of(scale)), bad, zero
+    return multiplier, unit
 
 
 @triton.jit
-def encode_rows(
-    x, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, E: tl.constexpr, CAST: tl.constexpr
-):
-    """Words of packed codes and the bits of the stored words of rows `[C / E, R, E]`.
+def _codebook_codes(y, multiplier, table_ptr, SPEC: tl.constexpr):
+    """Codes of a part, and their levels if the scale is fitted to them (else the codes again).
+
+    Guessed codes come with a bias above their low five bits, which packing takes off.
+    """
+    BITS: tl.constexpr = pick(SPEC, "bits")
+    FITTED: tl.constexpr = pick(SPEC, "scale_fit") != "unit"
+    z = y * multiplier[None, :]
+    if len(pick(SPEC, "guess")) > 0:
+        thresholds = lane_entry(table_ptr + table_size(BITS))
+        codes = search_guess(z, thresholds, pick(SPEC, "guess"))
+        levels = lane_lookup(lane_entry(table_ptr), codes) if FITTED else codes
+    elif len(pick(SPEC, "levels")) > 0:
+        digits = search_digits(z, pick(SPEC, "thresholds"), BITS)
+        codes = from_digits(digits, BITS)
+        levels = choose(digits, padded_levels(pick(SPEC, "levels"), BITS), 0) if FITTED else codes
+    else:
+        count: tl.constexpr = pick(SPEC, "num_levels") - 1
+        codes = search_table(z, table_ptr + table_size(BITS), count, BITS)
+        levels = tl.load(table_ptr + codes) if FITTED else codes
+    return codes, levels
+
+
+@triton.jit
+def _fitted_scale(squares, unit, yc, cc, SPEC: tl.constexpr):
+    """The scale, and whether the fit has no denominator; `yc` and `cc` are sums over the row."""
+    FIT: tl.constexpr = pick(SPEC, "scale_fit")
+    if FIT == "unit":
+        scale = unit
+        empty = squares < 0.0
+    else:
+        if FIT == "least_squares":
+            numerator = yc
+            denominator = cc
+        elif FIT == "norm_match":
+            numerator = tl.math.sqrt_rn(squares)
+            denominator = tl.math.sqrt_rn(cc)
+        else:
+            numerator = squares
+            denominator = yc
+        scale = divide(numerator, denominator) * pick(SPEC, "fold")
+        empty = denominator == 0.0
+    return scale, empty
+
+
+@triton.jit
+def encode_rows(x, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.constexpr):
+    """Words of packed codes and the bits of the stored words of rows `[C, R]`.
 
     Returns:
         For each stored segment `[R, segment words]` int32 (three bits have two segments, every
-        other packing one and an unused scalar), and the stored word's bits `[R]`.
+        other packing one, handed back twice), and the stored word's bits `[R]`.
     """
     C: tl.constexpr = pick(SPEC, "padded")
+    # A rotated row lies in one thread; another is spread over a warp and is not cut into parts.
+    PART: tl.constexpr = 16 if pick(SPEC, "rounds") > 0 else C
+    N: tl.constexpr = C // PART
     BITS: tl.constexpr = pick(SPEC, "bits")
+    BIAS: tl.constexpr = GUESS_BIAS if len(pick(SPEC, "guess")) > 0 else 0
+    GRID: tl.constexpr = pick(SPEC, "grid")
+    FIT: tl.constexpr = pick(SPEC, "scale_fit")
     if pick(SPEC, "rounds") > 0:
-        x = rotate(x, SPEC, R, E)
+        x = rotate(x, SPEC, R)
     if pick(SPEC, "round_to") == "float16":
         x = round_to_float16(x)
     elif pick(SPEC, "round_to") == "bfloat16":
         x = round_to_bfloat16(x)
-    if pick(SPEC, "grid") == "codebook":
-        codes, word, bad, zero = _encode_codebook(x, table_ptr, SPEC, R, E)
-        cleared = bad | zero
-    elif pick(SPEC, "grid") == "unsigned":
-        codes, word, bad = _encode_range(x, SPEC, R, E)
-        cleared = bad
+    if GRID == "codebook":
+        squares = fold_add(x * x, C, R)
+        multiplier, unit = _codebook_scale(x, squares, SPEC, R)
+    elif GRID == "unsigned":
+        multiplier, offset, word, bad = _range_scale(x, SPEC, R)
     else:
-        codes, word, bad = _encode_absmax(x, SPEC, R, E, CAST)
+        multiplier, word, bad = _absmax_scale(x, SPEC)
+    parts = split_parts(x, PART, C, R)
+    first = ()
+    second = ()
+    yc = ()
+    cc = ()
+    for i in tl.static_range(N):
+        y = parts[i]
+        if GRID == "codebook":
+            codes, levels = _codebook_codes(y, multiplier, table_ptr, SPEC)
+            if FIT != "unit":
+                if pick(SPEC, "head_dim") < PART * (i + 1):
+                    live = PART * i + tl.arange(0, PART)[:, None] < pick(SPEC, "head_dim")
+                    levels = tl.where(live, levels, 0.0)
+                if FIT != "norm_match":
+                    yc = yc + (fold_add(y * levels, PART, R),)
+                if FIT != "unbiased":
+                    cc = cc + (fold_add(levels * levels, PART, R),)
+        elif GRID == "unsigned":
+            codes = _range_codes(y, multiplier, offset, SPEC)
+        else:
+            codes = _absmax_codes(y, multiplier, SPEC, CAST)
+        if BITS == 3:
+            first = first + (pack_words(codes & 3, 2, 0, PART, i, R),)
+            second = second + (pack_words((codes >> 2) & 1, 1, 0, PART, i, R),)
+        else:
+            first = first + (pack_words(codes, BITS, BIAS, PART, i, R),)
+    if GRID == "codebook":
+        yc_sum = fold_parts(yc, N) if len(yc) > 0 else squares
+        cc_sum = fold_parts(cc, N) if len(cc) > 0 else squares
+        scale, empty = _fitted_scale(squares, unit, yc_sum, cc_sum, SPEC)
+        bad = not_finite(squares)
+        zero = (((bits_of(squares) & 0x7FFFFFFF) < 0x00800000) | empty) & (bad == 0)
+        bad = bad | (not_finite(scale) & (zero == 0))
+        word = tl.where(zero, 0, bits_of(scale))
+        cleared = bad | zero
+    else:
         cleared = bad
     word = tl.where(bad, 0x7FC00000, word)
     kept = (cleared == 0)[:, None]
     if BITS == 3:
-        first = tl.where(kept, pack_words(codes & 3, 2, C, R, E), 0)
-        second = tl.where(kept, pack_words(codes >> 2, 1, C, R, E), 0)
+        first_words = tl.where(kept, join_words(first, N, PART, 2, R), 0)
+        second_words = tl.where(kept, join_words(second, N, PART, 1, R), 0)
     else:
-        first = tl.where(kept, pack_words(codes, BITS, C, R, E), 0)
-        second = word
-    return first, second, word
+        first_words = tl.where(kept, join_words(first, N, PART, BITS, R), 0)
+        second_words = first_words
+    return first_words, second_words, word
 
 
 @triton.jit
-def store_codes(
-    base, first, second, mask, SPEC: tl.constexpr, UNIT: tl.constexpr
-):
+def store_codes(base, first, second, mask, SPEC: tl.constexpr, UNIT: tl.constexpr):
     """Store the segments of packed rows at `base` `[R]`, pointers to integers of `UNIT` bytes."""
     C: tl.constexpr = pick(SPEC, "padded")
     D: tl.constexpr = pick(SPEC, "head_dim")
@@ -326,20 +419,16 @@ def _quantize_kernel(
     row_stride,
     SPEC: tl.constexpr,
     R: tl.constexpr,
-    E: tl.constexpr,
-    W: tl.constexpr,
     UNIT: tl.constexpr,
     CAST: tl.constexpr,
 ):
     D: tl.constexpr = pick(SPEC, "head_dim")
     BITS: tl.constexpr = pick(SPEC, "bits")
     C: tl.constexpr = pick(SPEC, "padded")
-    start = tl.program_id(0).to(tl.int64) * R
-    piece_row = start + piece_rows(C, R, E, W)
-    x = load_rows(x_ptr + piece_row * row_stride, piece_row < num_rows, D, C, R, E, W)
-    row = start + tl.arange(0, R)
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     live = row < num_rows
-    first, second, word = encode_rows(x, table_ptr, SPEC, R, E, CAST)
+    x = load_rows(x_ptr + row * row_stride, live, D, C)
+    first, second, word = encode_rows(x, table_ptr, SPEC, R, CAST)
     store_codes(codes_ptr + row * (D * BITS // 8 // UNIT), first, second, live, SPEC, UNIT)
     tl.store(words_ptr + row, word, mask=live)
 
@@ -357,7 +446,7 @@ def quantize(x: Tensor, mode: Mode) -> QuantizedKV:
     codes = torch.empty((len(flat), row_bytes), dtype=torch.uint8, device=x.device)
     words = torch.empty(len(flat), dtype=torch.float32, device=x.device)
     if len(flat):
-        tile = launch.row_tile(head_dim, x.element_size(), len(flat))
+        tile = launch.row_tile(mode, head_dim, len(flat))
         spec = row_spec(mode, head_dim, tile.padded, x.dtype)
         unit = launch.store_unit(mode, head_dim, codes)
         _quantize_kernel[(triton.cdiv(len(flat), tile.rows),)](
@@ -369,11 +458,9 @@ def quantize(x: Tensor, mode: Mode) -> QuantizedKV:
             flat.stride(0),
             SPEC=spec,
             R=tile.rows,
-            E=tile.lanes * tile.width,
-            W=tile.width,
             UNIT=unit,
             CAST=launch.has_e4m3_cast(x.device),
-            **launch.options(tile),
+            **launch.options(tile, mode),
         )
     return QuantizedKV(codes.reshape(*x.shape[:-1], row_bytes), words.reshape(x.shape[:-1]))
 
@@ -398,43 +485,41 @@ def _dequantize_kernel(
     words_stride,
     SPEC: tl.constexpr,
     R: tl.constexpr,
-    E: tl.constexpr,
 ):
     D: tl.constexpr = pick(SPEC, "head_dim")
     C: tl.constexpr = pick(SPEC, "padded")
     GRID: tl.constexpr = pick(SPEC, "grid")
     WORD: tl.constexpr = pick(SPEC, "word")
-    start = tl.program_id(0).to(tl.int64) * R
-    row = start + tl.arange(0, R)
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     live = row < num_rows
     bits = tl.load(words_ptr + row * words_stride, mask=live, other=0)
     scale, offset, nan = decode_scale(bits, WORD)
-    channel = channels(C, E)
+    channel = tl.arange(0, C)[:, None]
     code = load_code(
-        codes_ptr + (row * codes_stride)[None, :, None],
+        codes_ptr + (row * codes_stride)[None, :],
         channel,
-        live[None, :, None] & (channel < D),
+        live[None, :] & (channel < D),
         pick(SPEC, "bits"),
         D,
     )
     if WORD == "float32_zero_point":
-        y = (code.to(tl.float32) - offset[None, :, None]) * scale[None, :, None]
+        y = (code.to(tl.float32) - offset[None, :]) * scale[None, :]
     elif WORD == "float16_pair":
-        y = offset[None, :, None] + code.to(tl.float32) * scale[None, :, None]
+        y = offset[None, :] + code.to(tl.float32) * scale[None, :]
     elif GRID == "signed":
-        y = ((code << 24) >> 24).to(tl.float32) * scale[None, :, None]
+        y = ((code << 24) >> 24).to(tl.float32) * scale[None, :]
     elif GRID == "e4m3":
-        y = decode_e4m3(code) * scale[None, :, None]
+        y = decode_e4m3(code) * scale[None, :]
     else:
-        y = tl.load(table_ptr + code) * scale[None, :, None]
+        y = tl.load(table_ptr + code) * scale[None, :]
     if pick(SPEC, "rounds") > 0:
         if not pick(SPEC, "folds_gain"):
             y = y * pick(SPEC, "fold")
-        y = unrotate(y, SPEC, R, E)
+        y = unrotate(y, SPEC, R)
     if not pick(SPEC, "signed_zero"):
         y = y + 0.0
-    y = tl.where(nan[None, :, None], from_bits(tl.full(y.shape, 0x7FC00000, tl.int32)), y)
-    store_rows(out_ptr, start, num_rows, y, D, C, R, E)
+    y = tl.where(nan[None, :], from_bits(tl.full(y.shape, 0x7FC00000, tl.int32)), y)
+    store_rows(out_ptr + row * D, y, live, D, C)
 
 
 def dequantize(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) -> Tensor:
@@ -454,7 +539,7 @@ def dequantize(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) -> Tenso
         flat_codes = flat_codes.contiguous()
     out = torch.empty((len(flat_words), head_dim), dtype=torch.float32, device=codes.device)
     if len(flat_words):
-        tile = launch.row_tile(head_dim, 4, len(flat_words))
+        tile = launch.row_tile(mode, head_dim, len(flat_words))
         _dequantize_kernel[(triton.cdiv(len(flat_words), tile.rows),)](
             flat_codes,
             flat_words.view(torch.int32),
@@ -465,7 +550,6 @@ def dequantize(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) -> Tenso
             flat_words.stride(0),
             SPEC=row_spec(mode, head_dim, tile.padded, torch.float32),
             R=tile.rows,
-            E=tile.lanes * tile.width,
-            **launch.options(tile),
+            **launch.options(tile, mode),
         )
     return out.reshape(*words.shape, head_dim)

@@ -1,4 +1,12 @@
-"""Triton mirror of `kvq.reference.rounding`, and the search of a code among thresholds."""
+"""Triton mirror of `kvq.reference.rounding`, and the search of a code among thresholds.
+
+There are three searches, and all count the thresholds `t` with `z >= t` exactly:
+
+* `search_digits`, a bisection whose thresholds are constants that comparisons select;
+* `search_guess`: a cubic guesses the nearest threshold to within half an index, so one comparison
+  with that threshold decides. Thresholds and levels are looked up in the registers of the warp;
+* `search_table`, a bisection over a table in memory, for codebooks of many levels.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +34,16 @@ def round_code(v, ROUNDING: tl.constexpr):
 def encode_e4m3(q, ROUNDING: tl.constexpr, HARDWARE: tl.constexpr):
     """Round float32 of magnitude at most 448 to e4m3fn, as int32 of its bits."""
     if HARDWARE and ROUNDING == "half_even":
-        code = q.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        # Triton 3.6 packs the bytes of its own cast wrongly in some layouts.
+        code = tl.inline_asm_elementwise(
+            "{ .reg .f32 zero; .reg .b16 pair; mov.f32 zero, 0f00000000; "
+            "cvt.rn.satfinite.e4m3x2.f32 pair, zero, $1; cvt.u32.u16 $0, pair; }",
+            "=r,f",
+            [q],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
     else:
         bits = bits_of(q)
         exponent = tl.maximum(((bits >> 23) & 0xFF) - 127, -6)
@@ -107,12 +124,62 @@ def from_digits(digits, BITS: tl.constexpr):
 
 
 @triton.jit
-def search_code(z, thresholds_ptr, COUNT: tl.constexpr, STEPS: tl.constexpr):
-    """The number of the `COUNT` thresholds in memory with `z >= t`, for codebooks of many levels."""
+def search_table(z, thresholds_ptr, COUNT: tl.constexpr, BITS: tl.constexpr):
+    """The number of the `COUNT` thresholds in memory with `z >= t`."""
     code = tl.zeros(z.shape, tl.int32)
-    for i in tl.static_range(STEPS):
-        step: tl.constexpr = 1 << (STEPS - 1 - i)
-        probe = code + step
+    for i in tl.static_range(BITS):
+        probe = code + (1 << (BITS - 1 - i))
         t = tl.load(thresholds_ptr + probe - 1, mask=probe <= COUNT, other=float("inf"))
         code = tl.where(z >= t, probe, code)
     return code
+
+
+#: The bits of 1.5 * 2^23, on which `search_guess` counts; its low five bits are clear.
+GUESS_BIAS = tl.constexpr(0x4B400000)
+
+
+@triton.jit
+def lane_entry(table_ptr):
+    """Entry `lane` of a float32 table of 32: the warp's registers hold the table."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .u32 lane; .reg .u64 address; mov.u32 lane, %laneid; "
+        "mad.wide.u32 address, lane, 4, $1; ld.global.nc.f32 $0, [address]; }",
+        "=f,l",
+        [table_ptr.to(tl.int64)],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def lane_lookup(table, index):
+    """The entry of the warp's `table` at the low five bits of each index."""
+    return tl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
+        "=f,f,r",
+        [table, index],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def search_guess(z, thresholds, GUESS: tl.constexpr):
+    """The number of thresholds with `z >= t`, plus `GUESS_BIAS`, as int32; see `guess_index`.
+
+    The place between the lowest and the highest threshold saturates at 0 and 1, and the last sum
+    is rounded to an integer, which its low bits hold.
+    """
+    place = tl.inline_asm_elementwise(
+        "fma.rn.sat.f32 $0, $1, $2, $3;",
+        "=f,f,f,f",
+        [z, tl.full([], GUESS[0], tl.float32), tl.full([], GUESS[1], tl.float32)],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+    slope = tl.fma(place, tl.fma(place, GUESS[4], GUESS[3]), GUESS[2])
+    nearest = bits_of(tl.fma(place, slope, 12582912.0))
+    return nearest + (z >= lane_lookup(thresholds, nearest)).to(tl.int32)

@@ -1,9 +1,9 @@
-"""How a row lies in the threads of a program, and the moves within it.
+"""How rows lie in the threads of a program, and the moves within them.
 
-A program works on R rows of C channels (a power of two; channels past the head size are zeros).
-Its values form one tensor `[C / E, R, E]`: the channel of an entry is `h * E + e`, and E is
-`lanes * width` of the `RowTile`. With one lane a thread holds a whole row, so everything below but
-the load and the store renames registers, and nothing moves between threads.
+A program works on R rows of C channels (a power of two; channels past the head size are zeros) as
+one tensor `[C, R]`, channels first. Triton gives the last axis to the threads, so with R threads a
+thread holds a whole row: splitting and joining channels renames registers, and the only data that
+moves between threads are the coalesced load and store, each transposed once in shared memory.
 """
 
 from __future__ import annotations
@@ -25,94 +25,99 @@ def log2(n):
 
 
 @triton.jit
-def channels(C: tl.constexpr, E: tl.constexpr):
-    """`[C / E, 1, E]` int32: the channel of each entry."""
-    return (tl.arange(0, C // E)[:, None] * E + tl.arange(0, E)[None, :])[:, None, :]
+def load_rows(base, live, D: tl.constexpr, C: tl.constexpr):
+    """`[C, R]` float32 of the rows that start at `base` `[R]`, where `live` `[R]`."""
+    channel = tl.arange(0, C)[None, :]
+    mask = live[:, None]
+    if D != C:
+        mask = mask & (channel < D)
+    return tl.load(base[:, None] + channel, mask=mask, other=0.0).permute(1, 0).to(tl.float32)
 
 
 @triton.jit
-def piece_rows(C: tl.constexpr, R: tl.constexpr, E: tl.constexpr, W: tl.constexpr):
-    """`[C * R / W]` int32: the row of each piece of `W` channels, in the order of `load_rows`."""
-    return (tl.arange(0, C * R // W) // (E // W)) % R
+def store_rows(base, x, live, D: tl.constexpr, C: tl.constexpr):
+    """Store `[C, R]` as the rows that start at `base` `[R]`, where `live` `[R]`."""
+    channel = tl.arange(0, C)[None, :]
+    mask = live[:, None]
+    if D != C:
+        mask = mask & (channel < D)
+    tl.store(base[:, None] + channel, x.permute(1, 0), mask=mask)
 
 
 @triton.jit
-def load_rows(
-    base,
-    live,
-    D: tl.constexpr,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    E: tl.constexpr,
-    W: tl.constexpr,
-):
-    """`[C / E, R, E]` float32 from rows that start at `base`, where `live`.
-
-    `base` and `live` are `[C * R / W]`, one for each piece of `piece_rows`: a thread takes 16 bytes
-    of one row at a time, in one load whose alignment the compiler can see.
-    """
-    piece = tl.arange(0, C * R // W)
-    channel = ((piece // (R * (E // W))) * (E // W) + piece % (E // W)) * W
-    columns = tl.arange(0, W)[None, :]
-    if D % W == 0:
-        mask = (live & (channel < D))[:, None]
-    else:
-        mask = live[:, None] & (channel[:, None] + columns < D)
-    x = tl.load(base[:, None] + channel[:, None] + columns, mask=mask, other=0.0)
-    return x.to(tl.float32).reshape(C // E, R, E)
-
-
-@triton.jit
-def split_stride(t, S: tl.constexpr, C: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
+def split_stride(t, S: tl.constexpr, C: tl.constexpr, R: tl.constexpr):
     """The entries whose channel has bit `S` clear, and those that have it set."""
-    B: tl.constexpr = S if S < E else S * R
-    u, v = tl.split(t.reshape(C * R // (2 * B), 2, B).permute(0, 2, 1))
+    u, v = tl.split(t.reshape(C // (2 * S), 2, S * R).permute(0, 2, 1))
     return u, v
 
 
 @triton.jit
-def join_stride(u, v, S: tl.constexpr, C: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
-    """Undo `split_stride` of the stride `S`."""
-    return tl.join(u, v).permute(0, 2, 1).reshape(C // E, R, E)
+def join_stride(u, v, C: tl.constexpr, R: tl.constexpr):
+    """Undo `split_stride`."""
+    return tl.join(u, v).permute(0, 2, 1).reshape(C, R)
 
 
 @triton.jit
-def fold_add(t, C: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
-    """`[C / E, R, E]` to `[R]`: a balanced binary tree of sums, neighbors first."""
-    t = t.reshape(C * R)
-    for i in tl.static_range(log2(E)):
-        u, v = tl.split(t.reshape(C * R // (2 << i), 2))
+def split_parts(t, PART: tl.constexpr, C: tl.constexpr, R: tl.constexpr):
+    """The `[C, R]` rows as a tuple of parts of `PART` channels, `[PART, R]` each.
+
+    A value that is made and used up part by part does not take a register for every channel.
+    """
+    parts = (t,)
+    for i in tl.static_range(log2(C // PART)):
+        halves = ()
+        for j in tl.static_range(1 << i):
+            u, v = split_stride(parts[j], C >> (i + 1), C >> i, R)
+            halves = halves + (u.reshape(C >> (i + 1), R), v.reshape(C >> (i + 1), R))
+        parts = halves
+    return parts
+
+
+@triton.jit
+def fold_parts(parts, N: tl.constexpr):
+    """The sum of a tuple of N sums of parts: the rest of the balanced tree."""
+    for i in tl.static_range(log2(N)):
+        sums = ()
+        for j in tl.static_range(N >> (i + 1)):
+            sums = sums + (parts[2 * j] + parts[2 * j + 1],)
+        parts = sums
+    return parts[0]
+
+
+@triton.jit
+def fold_add(t, C: tl.constexpr, R: tl.constexpr):
+    """`[C, R]` to `[R]`: a balanced binary tree of sums, neighbors first."""
+    for i in tl.static_range(log2(C)):
+        u, v = tl.split(t.reshape(C // (2 << i), 2, R).permute(0, 2, 1))
         t = u + v
-    for i in tl.static_range(log2(C // E)):
-        u, v = tl.split(t.reshape((C // E) // (2 << i), 2, R).permute(0, 2, 1))
-        t = (u + v).reshape((C // E) // (2 << i) * R)
-    return t
+    return t.reshape(R)
 
 
 @triton.jit
-def fold_max(t, C: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
-    """`[C / E, R, E]` to `[R]`: the maximum; a NaN anywhere in a row gives NaN."""
-    t = t.reshape(C * R)
-    for i in tl.static_range(log2(C // E)):
-        u, v = tl.split(t.reshape(2, C * R // (2 << i)).permute(1, 0))
+def fold_max(t, C: tl.constexpr, R: tl.constexpr):
+    """`[C, R]` to `[R]`: the maximum; a NaN anywhere in a row gives NaN."""
+    for i in tl.static_range(log2(C)):
+        u, v = tl.split(t.reshape(C // (2 << i), 2, R).permute(0, 2, 1))
         t = tl.maximum(u, v, propagate_nan=tl.PropagateNan.ALL)
-    for i in tl.static_range(log2(E)):
-        u, v = tl.split(t.reshape(E * R // (2 << i), 2))
-        t = tl.maximum(u, v, propagate_nan=tl.PropagateNan.ALL)
-    return t
+    return t.reshape(R)
 
 
 @triton.jit
-def fold_min(t, C: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
-    """`[C / E, R, E]` to `[R]`: the minimum; it does not look for NaN."""
-    t = t.reshape(C * R)
-    for i in tl.static_range(log2(C // E)):
-        u, v = tl.split(t.reshape(2, C * R // (2 << i)).permute(1, 0))
+def fold_min(t, C: tl.constexpr, R: tl.constexpr):
+    """`[C, R]` to `[R]`: the minimum; it does not look for NaN."""
+    for i in tl.static_range(log2(C)):
+        u, v = tl.split(t.reshape(C // (2 << i), 2, R).permute(0, 2, 1))
         t = tl.minimum(u, v)
-    for i in tl.static_range(log2(E)):
-        u, v = tl.split(t.reshape(E * R // (2 << i), 2))
-        t = tl.minimum(u, v)
-    return t
+    return t.reshape(R)
+
+
+@triton.jit
+def fold_signed_max(t, C: tl.constexpr, R: tl.constexpr):
+    """`[C, R]` to `[R]`: the entry of largest magnitude, of the lowest channel among equals."""
+    for i in tl.static_range(log2(C)):
+        u, v = tl.split(t.reshape(C // (2 << i), 2, R).permute(0, 2, 1))
+        t = tl.where(tl.abs(v) > tl.abs(u), v, u)
+    return t.reshape(R)
 
 
 @triton.jit
@@ -134,8 +139,8 @@ def not_finite(x):
 
 
 @triton.jit
-def store_words(base, words, mask, NBYTES: tl.constexpr, NW: tl.constexpr, UNIT: tl.constexpr):
-    """Store the first `NBYTES` bytes of int32 `words` `[R, NW]` at `base` `[R]`.
+def store_words(base, words, live, NBYTES: tl.constexpr, NW: tl.constexpr, UNIT: tl.constexpr):
+    """Store the first `NBYTES` bytes of int32 `words` `[R, NW]` at `base` `[R]`, where `live`.
 
     `base` points to integers of `UNIT` bytes, the largest that keeps every row aligned.
     """
@@ -147,33 +152,7 @@ def store_words(base, words, mask, NBYTES: tl.constexpr, NW: tl.constexpr, UNIT:
     else:
         shift = tl.arange(0, 4 // UNIT)[None, None, :] * (8 * UNIT)
         units = (words[:, :, None] >> shift).reshape(R, n).to(base.dtype.element_ty)
-    tl.store(base[:, None] + i, units, mask=mask[:, None] & (i < NBYTES // UNIT))
-
-
-@triton.jit
-def store_rows(
-    out_ptr,
-    start,
-    num_rows,
-    x,
-    D: tl.constexpr,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    E: tl.constexpr,
-):
-    """Store `[C / E, R, E]` float32 as contiguous rows of `D` channels from row `start` on.
-
-    A thread stores 16 bytes of one row at a time, as it holds them.
-    """
-    W: tl.constexpr = 4
-    piece = tl.arange(0, C * R // W)
-    channel = ((piece // (R * (E // W))) * (E // W) + piece % (E // W)) * W
-    row = start + piece_rows(C, R, E, W)
-    columns = tl.arange(0, W)[None, :]
-    mask = (row < num_rows)[:, None]
-    if D % W == 0:
-        mask = mask & (channel < D)[:, None]
-    else:
-        mask = mask & (channel[:, None] + columns < D)
-    values = x.reshape(C * R // W, W)
-    tl.store(out_ptr + (row * D + channel)[:, None] + columns, values, mask=mask)
+    mask = live[:, None]
+    if n != NBYTES // UNIT:
+        mask = mask & (i < NBYTES // UNIT)
+    tl.store(base[:, None] + i, units, mask=mask)

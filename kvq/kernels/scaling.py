@@ -55,7 +55,7 @@ def round_to_float16(x):
 
 @triton.jit
 def round_to_bfloat16(x):
-    """`x` rounded to bfloat16 and widened again, on the bits (the interpreter's cast truncates)."""
+    """`x` rounded to bfloat16 and widened, on the bits (the interpreter's cast truncates)."""
     bits = bits_of(x)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.where(not_finite(x), x, from_bits(rounded))
