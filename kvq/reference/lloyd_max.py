@@ -555,20 +555,20 @@ def _start(points: Array, shares: Array, shape: _Shape) -> Array:
 def _groups(points: Array, shares: Array) -> Indices:
     """Where at most 1,024 groups of neighboring points begin.
 
-    Groups get equal parts of the sum of `share^(1/3) gap^(2/3)`, as the best levels of a density
-    do, and no point more than one part.
+    The gaps within a group sum to at most one part of `share^(1/3) gap^(2/3)`, as between the best
+    levels of a density, and a gap of one part or more always ends a group.
     """
     if points.size <= _POINTS:
         return np.arange(points.size)
-    gaps = np.diff(points)
-    part = np.cbrt(shares * (np.append(gaps[0], gaps) + np.append(gaps, gaps[-1])) ** 2)
-    # The cap at which the sum of all parts is _POINTS caps, the largest points being capped.
-    largest = np.sort(part)[: -_POINTS - 1 : -1]
-    rest = part.sum() - np.append(0.0, np.cumsum(largest)[:-1])
-    caps = rest / np.arange(_POINTS, 0, -1)
-    part = np.minimum(part, caps[np.argmax(largest <= caps)])
-    group = np.floor((np.cumsum(part) - part) * (_POINTS / part.sum()))
-    return np.append(0, np.flatnonzero(np.diff(group)) + 1)
+    gaps = np.cbrt((shares[:-1] + shares[1:]) * np.diff(points) ** 2)
+    # The part of which all gaps have _POINTS - 1, none more than one.
+    rising = np.sort(gaps)
+    largest, rest = (row[:-_POINTS:-1] for row in (rising, np.cumsum(rising)))
+    parts = rest / np.arange(_POINTS - 1, 0, -1)
+    part = parts[np.argmax(largest <= parts)]
+    # A little more than one, so that no rounding joins what a whole part divides.
+    place = np.cumsum(np.minimum(gaps / part, 1 + 1e-9))
+    return np.append(0, np.flatnonzero(np.diff(np.floor(place), prepend=0.0)) + 1)
 
 
 # What a fit takes and hands back
