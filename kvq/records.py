@@ -57,7 +57,10 @@ def _parse(kind: Any, value: object, path: str) -> object:
         return _parse_tuple(arguments, value, path)
     # JSON writes 1.0 as it likes, and Python counts True among the integers.
     if kind is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{path} must be a float, got an integer past its range") from None
     if type(value) is not kind:
         raise ValueError(f"{path} must be {kind.__name__}, got {value!r}")
     return value

@@ -203,6 +203,10 @@ def test_files_refused(spoil: Any, message: str, encoded: Encoded, tmp_path: Pat
         (lambda mode: mode["codebook"]["levels"].insert(0, "x"), r"levels\[0\] must be float"),
         (lambda mode: mode["codebook"]["levels"].__setitem__(3, -0.1), "must hold finite float32"),
         (
+            lambda mode: mode["codebook"]["levels"].__setitem__(0, 10**400),
+            r"levels\[0\] must be a float, got an integer past its range",
+        ),
+        (
             lambda mode: mode["codebook"]["provenance"].update(versions=[["numpy"]]),
             r"versions\[0\] must hold 2 items, got 1",
         ),
