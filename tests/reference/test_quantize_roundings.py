@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from kvq.analysis.planted_rows import planted_rows
 from kvq.modes import Grid, Mode
 from kvq.modes import mode as find_mode
 from kvq.reference import dequantize, quantize, quantize_stochastic, unpack_codes
+from kvq.reference.rounding import Rounder
 from kvq.rounding import Rounding
 from tests.compare import assert_bit_exact
 
@@ -76,6 +78,29 @@ def test_ties_go_where_the_rounding_says(mode: Mode, rounding: Rounding) -> None
     else:
         stored = packed.float()
     assert stored[0, : len(lanes)].tolist() == codes[rounding]
+
+
+@pytest.mark.parametrize(
+    "mode", [INT8, FP8, INT4.without_rotation(), AFFINE4.without_rotation()], ids=str
+)
+@pytest.mark.parametrize("rounder", [torch.ceil, torch.floor], ids=["up", "down"])
+def test_codes_are_clamped_where_a_stochastic_rounding_could_leave_the_grid(
+    mode: Mode, rounder: Rounder
+) -> None:
+    # What it does in the worst case. The largest number of a row, over its scale, may come out a
+    # little above the largest code; with the scale cut to 20 bits a one-sided row has a
+    # zero-point a little above 15.
+    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0))
+    x = torch.cat([x, -x.abs(), x.abs()])
+    codes, words = sys.modules["kvq.reference.quantize"]._quantize(x, mode, rounder)
+    if mode is INT8:
+        scale = x.abs().amax(-1, keepdim=True) / torch.tensor(127.0)
+        rounded = rounder(x * (torch.ones(()) / scale))
+        assert rounded.abs().max() == 128
+        assert torch.equal(codes.view(torch.int8), rounded.clamp(-128, 127).to(torch.int8))
+    values = dequantize(codes, words, mode, 64)
+    step = (x.amax(-1) - x.amin(-1)).maximum(x.abs().amax(-1)) / (7 if mode is FP8 else 15)
+    assert ((values - x).abs() <= 1.01 * step[:, None]).all()
 
 
 def test_the_shipped_roundings() -> None:
