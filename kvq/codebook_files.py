@@ -32,7 +32,7 @@ _TEXTS = ("name", "recipe", "provenance")
 
 
 def save_codebook(path: str | os.PathLike[str], codebook: Codebook) -> None:
-    """Write a codebook file.
+    """Write a codebook file. The same codebook gives the same bytes.
 
     Args:
         path: Where; its folder is made if need be.

@@ -55,6 +55,9 @@ def test_codebooks_round_trip(tmp_path: Path) -> None:
         assert loaded == codebook
         assert all(type(level) is float for level in loaded.levels + loaded.thresholds)
         assert identify(path) == SCHEMA == "kvq-codebook/1"
+        before = path.read_bytes()
+        save_codebook(path, loaded)
+        assert path.read_bytes() == before
 
 
 @given(
