@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import typer
 
 import kvq
-from kvq.commands import capture, encode, fit, inspect, modes, report
+from kvq.commands import bench, capture, encode, fit, inspect, modes, parity, report
 from kvq.commands.output import say
 
 #: Every command: its name and its module, in the order of the help.
@@ -25,6 +25,8 @@ COMMANDS: Final = {
     "capture": capture,
     "encode": encode,
     "inspect": inspect,
+    "parity": parity,
+    "bench": bench,
 }
 
 app = typer.Typer(
