@@ -5,6 +5,7 @@ One row holds one number: what was measured, where, its value and its standard e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
@@ -223,12 +224,10 @@ def _describe(index: int, layer: LayerActivations, context: Context, tier: Tier)
 def _predict(
     activations: Activations, mode: Mode, seed: int, settings: Settings, tier: Tier
 ) -> Iterator[Row]:
-    head_dims = {
-        tensor.shape[-1]
-        for layer in activations.layers.values()
-        for tensor in (layer.key, layer.value)
-    }
-    for head_dim in sorted(head_dims):
+    layers = activations.layers.values()
+    # Those of the keys first: the summary takes the first.
+    head_dims = (*(layer.key.shape[-1] for layer in layers), *(x.value.shape[-1] for x in layers))
+    for head_dim in dict.fromkeys(head_dims):
         labels = {"mode": mode.name, "head_dim": head_dim}
         found = [
             predict(mode, head_dim, rows=settings.theory_rows, seed=seed, tier=tier),
@@ -254,7 +253,7 @@ def _predict(
             **labels,
             "kind": "bound",
             "metric": "relative_error",
-            "value": rate_distortion(mode.bits),
+            "value": rate_distortion(math.log2(mode.levels)),
             "standard_error": 0.0,
         }
 

@@ -240,3 +240,21 @@ def test_queries_before_all_keys_see_nothing_and_are_left_out(activations: Activ
     )
     kept = thin_queries(early, 100).query_positions
     assert kept.tolist() == [p for p in activations.query_positions.tolist() if p >= 35]
+
+
+def test_keys_and_values_may_have_other_head_sizes() -> None:
+    made = synthetic_activations(layers=1, tokens=24, queries=4, head_dim=64)
+    narrow = {0: made.layers[0]._replace(value=made.layers[0].value[..., :32].contiguous())}
+    odd = Activations(narrow, made.positions, made.query_positions, made.scale)
+    tables = measure(odd, MODES, settings=SETTINGS)
+    exact = {
+        head_dim: select(tables["theory"], mode="lloyd2_per_token_head", head_dim=head_dim)
+        for head_dim in (64, 32)
+    }
+    summary = summarize(tables, MODES).set_index("mode")
+    found = summary.loc["lloyd2_per_token_head", "theory_relative_error"]
+    assert found == one(exact[64], kind="monte_carlo", metric="relative_error")[0]
+    assert found != one(exact[32], kind="monte_carlo", metric="relative_error")[0]
+    assert (tables["attention_error"]["value"].notna()).all()
+    values = select(tables["accounting"], metric="values")["value"]
+    assert (values == 24 * 2 * (64 + 32)).all()
