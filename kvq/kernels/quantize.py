@@ -319,6 +319,18 @@ def _fitted_scale(squares, unit, yc, cc, SPEC: tl.constexpr):
     return scale, empty
 
 
+@triton.constexpr_function
+def part_of(spec):
+    """Channels that are encoded at a time, so that what is made on the way takes few registers.
+
+    A rotated row lies in one thread; another is spread over a warp and is not cut. A fit keeps
+    levels beside the codes, so its parts are smaller.
+    """
+    if spec.rounds == 0:
+        return spec.padded
+    return 16 if spec.scale_fit not in ("None", "unit") else 32
+
+
 @triton.jit
 def encode_rows(x, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.constexpr):
     """Words of packed codes and the bits of the stored words of rows `[C, R]`.
@@ -328,8 +340,7 @@ def encode_rows(x, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.cons
         other packing one, handed back twice), and the stored word's bits `[R]`.
     """
     C: tl.constexpr = pick(SPEC, "padded")
-    # A rotated row lies in one thread; another is spread over a warp and is not cut into parts.
-    PART: tl.constexpr = 16 if pick(SPEC, "rounds") > 0 else C
+    PART: tl.constexpr = part_of(SPEC)
     N: tl.constexpr = C // PART
     BITS: tl.constexpr = pick(SPEC, "bits")
     BIAS: tl.constexpr = GUESS_BIAS if len(pick(SPEC, "guess")) > 0 else 0
