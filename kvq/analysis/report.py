@@ -38,6 +38,8 @@ from kvq.tier import Tier
 
 #: Name and version of the manifest's format.
 SCHEMA: Final = "kvq-report/1"
+#: Entries of a layer's keys up to which one thread is as fast as many, and does not wait for them.
+SMALL_LAYER: Final = 2**20
 
 
 class Comparison(NamedTuple):
@@ -93,6 +95,7 @@ def run_report(
     tier: Tier = reference,
     progress: bool = True,
     input_name: str = "activations",
+    threads: int | None = None,
 ) -> ReportResult:
     """Measure modes on activations and write the report.
 
@@ -105,6 +108,8 @@ def run_report(
         tier: Who quantizes.
         progress: Show a bar, where there is a terminal.
         input_name: What to call the activations; of a path only the file's name is kept.
+        threads: That torch may use; by default one for small layers, else as many as it does.
+            Sums split among threads differ in their last bits, so the manifest has the number.
 
     Raises:
         ValueError: A mode does not suit a head size, or is named twice.
@@ -112,9 +117,11 @@ def run_report(
     settings = Settings() if settings is None else settings
     resolved = [resolve_mode(mode) for mode in modes]
     check_modes(activations, resolved)
-    tables = measure(
-        activations, resolved, seed=seed, settings=settings, tier=tier, progress=progress
-    )
+    threads = _default_threads(activations) if threads is None else threads
+    with _torch_threads(threads):
+        tables = measure(
+            activations, resolved, seed=seed, settings=settings, tier=tier, progress=progress
+        )
     tables = {"summary": summarize(tables, resolved), **tables}
     folder = Path(out)
     files = _write_tables(tables, folder / "tables")
@@ -127,12 +134,12 @@ def run_report(
             "seed": seed,
             "modes": [to_json(mode) for mode in resolved],
             "settings": to_json(settings),
+            "threads": threads,
         },
         "versions": _versions(),
         "machine": {
             "processor": platform.machine(),
             "system": platform.system(),
-            "threads": torch.get_num_threads(),
         },
         "tables": {
             file.stem: {"rows": len(tables[file.stem]), "sha256": _sha256(file)}
@@ -161,9 +168,6 @@ def replay(
 ) -> ReportResult:
     """Run a report again from its manifest, and compare the tables.
 
-    It runs with the recorded number of threads, if there are as many cores: sums split among
-    threads differ in their last bits.
-
     Args:
         manifest_path: The `manifest.json` of a report.
         out: Another folder to write to.
@@ -182,7 +186,7 @@ def replay(
     try:
         expected, name = manifest["input"]["activations_sha256"], manifest["input"]["name"]
         options, recorded = manifest["options"], manifest["tables"]
-        seed, threads = options["seed"], manifest["machine"]["threads"]
+        seed, threads = options["seed"], options["threads"]
         modes = [
             from_json(Mode, item, f"options.modes[{index}]")
             for index, item in enumerate(options["modes"])
@@ -199,17 +203,17 @@ def replay(
             f"input_path must hold the activations of the manifest, {name!r} with SHA-256 "
             f"{expected}, got {source} with {found}"
         )
-    with _threads(threads):
-        result = run_report(
-            activations,
-            out,
-            modes=modes,
-            seed=seed,
-            settings=settings,
-            tier=tier,
-            progress=progress,
-            input_name=name,
-        )
+    result = run_report(
+        activations,
+        out,
+        modes=modes,
+        seed=seed,
+        settings=settings,
+        tier=tier,
+        progress=progress,
+        input_name=name,
+        threads=threads,
+    )
     return result._replace(comparison=_compare(result, hashes, path.parent / "tables"))
 
 
@@ -227,10 +231,15 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def _default_threads(activations: Activations) -> int:
+    largest = max(layer.key.numel() for layer in activations.layers.values())
+    return 1 if largest <= SMALL_LAYER else torch.get_num_threads()
+
+
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def _torch_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(min(count, os.cpu_count() or 1))
+    torch.set_num_threads(count)
     try:
         yield
     finally:
@@ -346,6 +355,7 @@ def _facts(activations: Activations, manifest: Mapping[str, Any]) -> list[Mappin
     }
     run = {
         "seed": str(options["seed"]),
+        "threads": str(options["threads"]),
         "settings": ", ".join(f"{name} {value}" for name, value in options["settings"].items()),
         "versions": ", ".join(f"{name} {value}" for name, value in manifest["versions"].items()),
     }

@@ -318,6 +318,13 @@ def test_one_token_and_one_head(tmp_path: Path) -> None:
     assert Page((tmp_path / "report.html").read_text(encoding="utf-8")).open == []
 
 
+def test_threads_are_given_back(activations: Activations, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    run_report(activations, tmp_path, modes=["int2"], settings=SETTINGS, threads=before + 1)
+    assert torch.get_num_threads() == before
+    assert manifest_of(tmp_path)["options"]["threads"] == before + 1
+
+
 def test_modes_that_do_not_fit(activations: Activations, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="different names, got 'int8_per_token_head' twice"):
         run_report(activations, tmp_path, modes=["int8", "int8_per_token_head"])
