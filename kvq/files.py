@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -44,7 +45,11 @@ def write_tensors(
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # Copies: tensors may be views of one another, which the library refuses to write.
+    contents = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
     try:
         save_file(contents, partial, {**metadata, SCHEMA_KEY: schema})
         _sort_header(partial)
@@ -103,12 +108,15 @@ def _read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
         raise FileFormatError(path, f"cannot be read ({error.strerror})") from None
     if not magic:
         raise FileFormatError(path, "is empty")
-    if magic[:4] == b"PK\x03\x04" or magic[:1] == b"\x80":
-        raise FileFormatError(path, "is a pickle or a zip archive, which is never loaded")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
     except (SafetensorError, UnicodeDecodeError) as error:
+        # Only now: a safetensors file begins with the length of its header, whose low byte may
+        # be 0x80 too.
+        if magic[:4] == b"PK\x03\x04" or magic[:1] == b"\x80":
+            reason = "is a pickle or a zip archive, which is never loaded"
+            raise FileFormatError(path, reason) from None
         raise FileFormatError(path, f"not a valid safetensors file ({error})") from None
     if SCHEMA_KEY not in metadata:
         raise FileFormatError(path, f"has no {SCHEMA_KEY} in its metadata: not one of ours")

@@ -32,7 +32,7 @@ class Mismatches(NamedTuple):
     """What differs in a comparison of rows."""
 
     #: Rows that differ in a code or in the word.
-    count: int
+    rows: int
     #: The first and the last of them; -1 if none.
     first: int
     last: int
@@ -99,10 +99,10 @@ def compare_volume(
     total = Mismatches(0, -1, -1, 0, 0, 0)
     for start, x in _volume(rows, device):
         found = compare(actual.quantize(x, mode), expected.quantize(x, mode))
-        if found.count:
+        if found.rows:
             first = start + found.first if total.first < 0 else total.first
             total = Mismatches(
-                total.count + found.count,
+                total.rows + found.rows,
                 first,
                 start + found.last,
                 total.sign + found.sign,

@@ -69,11 +69,11 @@ def command(
         if gpu:
             from kvq import kernels
 
-            record["digest_gpu"] = digest(kernels, one, device="cuda")  # type: ignore[arg-type]
+            record["digest_gpu"] = digest(kernels, one, device="cuda")
             if rows:
-                found = compare_volume(kernels, reference, one, rows)  # type: ignore[arg-type]
-                record["rows"], record["mismatches"] = rows, found.count
-                if found.count:
+                found = compare_volume(kernels, reference, one, rows)
+                record["rows"], record["mismatches"] = rows, found.rows
+                if found.rows:
                     say(f"{name}: {found}")
         records.append(record)
         say(f"{name}: {'agree' if _agrees(record) else 'DIFFER'}")

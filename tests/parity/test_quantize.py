@@ -1,0 +1,136 @@
+"""The kernels against the reference, to the bit: interpreted without a GPU, compiled with one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvq import reference
+from kvq.analysis.planted_rows import planted_rows
+from kvq.modes import HADAMARD, MODES, RANDOM_HADAMARD, Mode, Rotation
+from kvq.modes import mode as find_mode
+from kvq.rounding import Rounding
+from tests.cases import CASES, SAMPLES, VARIANTS, Case
+from tests.compare import assert_bit_exact
+
+kernels = pytest.importorskip("kvq.kernels")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def assert_parity(x: Tensor, mode: Mode) -> None:
+    want = reference.quantize(x, mode)
+    got = kernels.quantize(x, mode)
+    assert_bit_exact(got.codes, want.codes, "codes")
+    assert_bit_exact(got.words, want.words, "words")
+    head_dim = x.shape[-1]
+    assert_bit_exact(
+        kernels.dequantize(*want, mode, head_dim),
+        reference.dequantize(*want, mode, head_dim),
+        "values",
+    )
+
+
+def in_ci(index: int) -> bool:
+    """A quarter of the cases: four is no divisor of the nine head sizes and shapes."""
+    return (5 * (index // len(SAMPLES)) + index) % 4 == 0
+
+
+# Interpreted, a launch costs a second: CI takes a quarter of the cases, in which every mode,
+# dtype, head size, shape and sample occurs; `make test-all` takes them all.
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(*case.values, id=case.id, marks=[] if in_ci(i) else [pytest.mark.slow])
+        for i, case in enumerate(CASES)
+    ],
+)
+def test_every_case(case: Case) -> None:
+    assert_parity(case.x(DEVICE), case.mode)
+
+
+def test_the_cases_of_ci_hold_every_value() -> None:
+    kept = [case.values[0] for i, case in enumerate(CASES) if in_ci(i)]
+    for field in ("mode", "dtype", "head_dim", "shape", "sample"):
+        every = {getattr(case.values[0], field) for case in CASES}
+        assert {getattr(case, field) for case in kept} == every, field
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=str)
+def test_planted_rows(mode: Mode) -> None:
+    assert_parity(planted_rows(0, 512, 128, device=DEVICE), mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", VARIANTS.values(), ids=str)
+def test_modes_that_anybody_can_make(mode: Mode) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_parity(planted_rows(0, 256, 96, device=DEVICE).to(dtype), mode)
+
+
+def test_no_rows() -> None:
+    got = kernels.quantize(torch.zeros(0, 3, 64, device=DEVICE), find_mode("int4"))
+    assert got.codes.shape == (0, 3, 32)
+    assert got.words.shape == (0, 3)
+    assert kernels.dequantize(*got, find_mode("int4"), 64).shape == (0, 3, 64)
+
+
+@pytest.mark.parametrize(
+    "rotation", [HADAMARD, RANDOM_HADAMARD, Rotation(rounds=2), Rotation(seed=7)], ids=repr
+)
+@pytest.mark.parametrize("head_dim", [32, 80, 128, 256])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_hadamard_transform(rotation: Rotation, head_dim: int, inverse: bool) -> None:
+    x = planted_rows(0, 96, head_dim, device=DEVICE)
+    x = x[torch.isfinite(x).all(1) & (x.abs().amax(1) < 2.0**100)]
+    for dtype in (torch.float32, torch.float16):
+        rows = x.to(dtype).nan_to_num(0.0, 0.0, 0.0)
+        assert_bit_exact(
+            kernels.hadamard_transform(rows, rotation, inverse=inverse),
+            reference.hadamard_transform(rows, rotation, inverse=inverse),
+        )
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_every_byte(bits: int) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 2**bits, (37, 48), generator=generator, dtype=torch.uint8).to(DEVICE)
+    packed = reference.pack_codes(codes, bits)
+    assert torch.equal(kernels.pack_codes(codes, bits), packed)
+    assert torch.equal(kernels.unpack_codes(packed, bits, 48), codes)
+    every = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(3)[None]
+    unpacked = reference.unpack_codes(every, bits, 768 * 8 // bits)
+    assert torch.equal(kernels.unpack_codes(every, bits, 768 * 8 // bits), unpacked)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: kernels.quantize(x.double(), find_mode("int4")), "x must be float32"),
+        (lambda x: kernels.quantize(x[:, :40], find_mode("int4")), "divisible by 16"),
+        (
+            lambda x: kernels.quantize(
+                x, replace(find_mode("int8"), name="s", rounding=Rounding.STOCHASTIC)
+            ),
+            "rounding must be deterministic",
+        ),
+        (lambda x: kernels.pack_codes(x.to(torch.uint8), 5), "bits must be one of"),
+        (lambda x: kernels.unpack_codes(x.to(torch.uint8), 4, 64), "packed must hold 64"),
+        (
+            lambda x: kernels.dequantize(
+                torch.zeros(2, 64, dtype=torch.uint8, device=DEVICE),
+                torch.zeros(3, device=DEVICE),
+                find_mode("int4"),
+                128,
+            ),
+            "codes must be",
+        ),
+    ],
+)
+def test_bad_input(call: object, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(torch.zeros(2, 64, device=DEVICE))  # type: ignore[operator]
