@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 TierName = Literal["reference", "kernels"]
 
 
-def find_tier(argument: str, tensor: object, tier: str | None = None) -> Tier:
+def find_tier(argument: str, tensor: object, function: str, tier: str | None = None) -> Tier:
     """The tier that works on `tensor`.
 
     Args:
         argument: Its name, for messages.
         tensor: The tensor whose device decides.
+        function: What the tier must offer; what has no kernel runs in the reference.
         tier: `"reference"`, `"kernels"`, or `None` to go by the device.
 
     Raises:
         TypeError: It is no tensor.
-        ValueError: There is no such tier, or the kernels cannot work on that device.
+        ValueError: There is no such tier, or it has no such function.
         ImportError: The kernels are asked for and triton is not installed.
     """
     device = check_tensor(argument, tensor).device.type
@@ -45,12 +46,17 @@ def find_tier(argument: str, tensor: object, tier: str | None = None) -> Tier:
             "tier must be 'reference' without triton, got 'kernels' "
             "(install it with: pip install 'kvq[kernels]')"
         )
-    return cast("Tier", importlib.import_module(f"kvq.{name}"))
+    module = importlib.import_module(f"kvq.{name}")
+    if not hasattr(module, function):
+        if tier is not None:
+            raise ValueError(f"tier must be 'reference' for {function}, got {tier!r}")
+        module = importlib.import_module("kvq.reference")
+    return cast("Tier", module)
 
 
 def quantize(x: Tensor, mode: Mode | str, *, tier: TierName | None = None) -> QuantizedKV:
     """Quantize each row of `x`; see `kvq.reference.quantize`."""
-    return find_tier("x", x, tier).quantize(x, resolve_mode(mode))
+    return find_tier("x", x, "quantize", tier).quantize(x, resolve_mode(mode))
 
 
 def dequantize(
@@ -62,26 +68,30 @@ def dequantize(
     tier: TierName | None = None,
 ) -> Tensor:
     """Turn codes and words back into rows; see `kvq.reference.dequantize`."""
-    return find_tier("codes", codes, tier).dequantize(codes, words, resolve_mode(mode), head_dim)
+    return find_tier("codes", codes, "dequantize", tier).dequantize(
+        codes, words, resolve_mode(mode), head_dim
+    )
 
 
 def hadamard_transform(
     x: Tensor, rotation: Rotation, *, inverse: bool = False, tier: TierName | None = None
 ) -> Tensor:
     """Rotate each row of `x`; see `kvq.reference.hadamard_transform`."""
-    return find_tier("x", x, tier).hadamard_transform(x, rotation, inverse=inverse)
+    return find_tier("x", x, "hadamard_transform", tier).hadamard_transform(
+        x, rotation, inverse=inverse
+    )
 
 
 def pack_codes(codes: Tensor, bits: int, *, tier: TierName | None = None) -> Tensor:
     """Pack codes into bytes; see `kvq.reference.pack_codes`."""
-    return find_tier("codes", codes, tier).pack_codes(codes, bits)
+    return find_tier("codes", codes, "pack_codes", tier).pack_codes(codes, bits)
 
 
 def unpack_codes(
     packed: Tensor, bits: int, head_dim: int, *, tier: TierName | None = None
 ) -> Tensor:
     """Undo `pack_codes`; see `kvq.reference.unpack_codes`."""
-    return find_tier("packed", packed, tier).unpack_codes(packed, bits, head_dim)
+    return find_tier("packed", packed, "unpack_codes", tier).unpack_codes(packed, bits, head_dim)
 
 
 def reshape_and_cache(
@@ -95,14 +105,18 @@ def reshape_and_cache(
     tier: TierName | None = None,
 ) -> None:
     """Quantize keys and values into a paged cache; see `kvq.reference.reshape_and_cache`."""
-    find_tier("key", key, tier).reshape_and_cache(
+    find_tier("key", key, "reshape_and_cache", tier).reshape_and_cache(
         key, value, key_cache, value_cache, slot_mapping, check=check
     )
 
 
-def copy_blocks(cache: PagedKV, pairs: Tensor, *, tier: TierName | None = None) -> None:
+def copy_blocks(
+    cache: PagedKV, pairs: Tensor, *, check: bool | None = None, tier: TierName | None = None
+) -> None:
     """Copy whole blocks of a paged cache; see `kvq.reference.copy_blocks`."""
-    find_tier("cache.codes", cache.codes, tier).copy_blocks(cache, pairs)
+    find_tier("cache.codes", cache.codes, "copy_blocks", tier).copy_blocks(
+        cache, pairs, check=check
+    )
 
 
 def paged_attention(
@@ -120,7 +134,7 @@ def paged_attention(
     tier: TierName | None = None,
 ) -> Tensor | AttentionOutput:
     """Attention over a paged cache; see `kvq.reference.paged_attention`."""
-    return find_tier("query", query, tier).paged_attention(
+    return find_tier("query", query, "paged_attention", tier).paged_attention(
         query,
         key_cache,
         value_cache,
@@ -142,4 +156,4 @@ def merge_attention(
 ) -> AttentionOutput:
     """Merge attention over disjoint sets of keys; see `kvq.reference.merge_attention`."""
     output = parts[0].output if parts else None
-    return find_tier("parts", output, tier).merge_attention(parts, sink_logits)
+    return find_tier("parts", output, "merge_attention", tier).merge_attention(parts, sink_logits)

@@ -65,7 +65,8 @@ class PagedKV(NamedTuple):
     layout: Layout
 
 
-@dataclass(frozen=True, slots=True)
+# Tensors have no one truth value to compare by.
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionFeatures:
     """What attention may do beyond causal softmax. Tensors are float32 unless said otherwise."""
 
