@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -372,6 +373,11 @@ def test_codes_past_the_last_level_read_as_the_last_level() -> None:
     codes = torch.tensor([[0b11_10_01_00] * 4], dtype=torch.uint8)
     values = dequantize(codes, torch.tensor([2.0]), three, 16)
     assert values[0, :4].tolist() == [-2.0, 0.0, 2.0, 2.0]
+    # In a byte each, most codes stand for nothing of their own.
+    wide = replace(three, name="wide", bits=8)
+    codes = torch.tensor([[0, 1, 2, 3, 4, 17, 254, 255] * 2], dtype=torch.uint8)
+    values = dequantize(codes, torch.tensor([2.0]), wide, 16)
+    assert values[0, :8].tolist() == [-2.0, 0.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]
 
 
 # ------------------------------------------------------------------- the stored scale encodes
