@@ -65,8 +65,7 @@ class PagedKV(NamedTuple):
     layout: Layout
 
 
-# Tensors have no one truth value to compare by.
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class AttentionFeatures:
     """What attention may do beyond causal softmax. Tensors are float32 unless said otherwise."""
 
