@@ -387,6 +387,14 @@ REFUSALS: list[tuple[Callable[[], object], type[Exception], str]] = [
         TypeError,
         "x must be float32, float16 or bfloat16, got float64",
     ),
+    *(
+        (
+            lambda mode=mode, size=size: mode.head_dim(size),
+            ValueError,
+            f"bytes_per_row must hold whole {mode.bits}-bit codes, got {size}",
+        )
+        for mode, size in ((INT4, 0), (INT8, -1), (find_mode("lloyd3"), 4))
+    ),
     (lambda: read("int4", 63), ValueError, whole_bytes(2, 4, 63)),
     (lambda: read("int4", 0), ValueError, whole_bytes(2, 4, 0)),
     (lambda: read("int4", 40), ValueError, mixes(40)),
