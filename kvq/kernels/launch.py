@@ -22,7 +22,7 @@ VALUES_PER_THREAD: Final = 128
 #: Channels of a thread where rows are not rotated and so are spread over the threads.
 SPREAD_VALUES: Final = 32
 #: Registers of a thread of the row kernels: what lets twelve warps share a multiprocessor.
-MAX_REGISTERS: Final = 160
+MAX_REGISTERS: Final = 168
 #: The same where codebooks of fewer than 4 bits are fitted, which would spill below it.
 MAX_REGISTERS_FITTED: Final = 232
 #: Warps of one program of the row kernels.

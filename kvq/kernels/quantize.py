@@ -323,12 +323,12 @@ def _fitted_scale(squares, unit, yc, cc, SPEC: tl.constexpr):
 def part_of(spec):
     """Channels that are encoded at a time, so that what is made on the way takes few registers.
 
-    A rotated row lies in one thread; another is spread over a warp and is not cut. A fit keeps
-    levels beside the codes, so its parts are smaller.
+    A rotated row lies in one thread; another is spread over a warp and is not cut. A guess and a
+    fit keep more beside the codes, so their parts are smaller.
     """
     if spec.rounds == 0:
         return spec.padded
-    return 16 if spec.scale_fit not in ("None", "unit") else 32
+    return 16 if spec.guess or spec.scale_fit not in ("None", "unit") else 32
 
 
 @triton.jit
