@@ -6,6 +6,7 @@ import json as json_module
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Final
@@ -30,7 +31,7 @@ def command(
     jobs: Annotated[int, typer.Option(help="Interpreters that run side by side.")] = 2,
     out: Annotated[
         Path | None,
-        typer.Option(help="Keep the rows in this JSON file; digests in it are reused."),
+        typer.Option(help="Keep the rows in this JSON file, mode by mode, beside those in it."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -76,9 +77,12 @@ def command(
                 if found.rows:
                     say(f"{name}: {found}")
         records.append(record)
+        if out is not None:
+            kept: dict[str, Mapping[str, object]] = {**known}
+            kept |= {str(row["mode"]): row for row in records}
+            command_line = " ".join(["kvq", *sys.argv[1:]])
+            write_result(out, "kvq-parity/1", command_line, list(kept.values()))
         say(f"{name}: {'agree' if _agrees(record) else 'DIFFER'}")
-    if out is not None:
-        write_result(out, "kvq-parity/1", " ".join(["kvq", *sys.argv[1:]]), records)
     if json:
         print_json(records)
     else:
