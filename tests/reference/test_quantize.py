@@ -446,6 +446,7 @@ def test_a_mode_without_rotation_takes_any_head_size_that_fills_bytes() -> None:
     for head_dim in (2, 6, 66, 72):
         assert_as_expected(oracle_rows(128)[:50, :head_dim], INT4.without_rotation())
     assert sign_rows(None, 6) == []
+    assert INT4.without_rotation().head_dim(1) == 2
     for head_dim in (1, 7, 63):
         x = oracle_rows(128)[:50, :head_dim]
         assert_as_expected(x, INT8)
