@@ -1,6 +1,6 @@
 """Launch choices and device limits: nothing mathematical.
 
-The numbers here were chosen from measurements on an H200 (`results/write-h200.json`).
+The numbers here were chosen on an H200; `results/write-h200.json` is one run of it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def check_device(argument: str, tensor: Tensor) -> None:
 def has_e4m3_cast(device: torch.device) -> bool:
     """Whether the hardware rounds float32 to e4m3 straight and to nearest even.
 
-    Compute capability 9.0 does (checked on all bit patterns that occur); 8.9 goes by way of
+    Compute capability 9.0 does; 8.9 goes by way of
     float16 and rounds twice, older devices and the interpreter have no such instruction.
     """
     return (
