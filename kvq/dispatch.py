@@ -2,20 +2,24 @@
 
 A CUDA tensor goes to the kernels, any other to the reference. `tier="reference"` or
 `tier="kernels"` decides otherwise. What a function means is documented once, in `kvq.reference`.
+
+While `torch.compile` or `torch.export` traces, each calls its operator in `kvq.operators` instead:
+the same work, as one node of the graph. Outside a trace there is no such detour: it would take
+time and give nothing.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from kvq.checks import check_tensor
+from kvq import operators
 from kvq.modes import Mode, Rotation
 from kvq.modes import mode as resolve_mode
-from kvq.tier import AttentionFeatures, AttentionOutput, PagedKV, QuantizedKV, Tier
+from kvq.operators import find_tier
+from kvq.tier import AttentionFeatures, AttentionOutput, Layout, PagedKV, QuantizedKV
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,39 +27,10 @@ if TYPE_CHECKING:
 TierName = Literal["reference", "kernels"]
 
 
-def find_tier(argument: str, tensor: object, function: str, tier: str | None = None) -> Tier:
-    """The tier that works on `tensor`.
-
-    Args:
-        argument: Its name, for messages.
-        tensor: The tensor whose device decides.
-        function: What the tier must offer; what has no kernel runs in the reference.
-        tier: `"reference"`, `"kernels"`, or `None` to go by the device.
-
-    Raises:
-        TypeError: It is no tensor.
-        ValueError: There is no such tier, or it has no such function.
-        ImportError: The kernels are asked for and triton is not installed.
-    """
-    device = check_tensor(argument, tensor).device.type
-    name = tier if tier is not None else ("kernels" if device == "cuda" else "reference")
-    if name not in ("reference", "kernels"):
-        raise ValueError(f"tier must be 'reference' or 'kernels', got {tier!r}")
-    if name == "kernels" and importlib.util.find_spec("triton") is None:
-        raise ImportError(
-            "tier must be 'reference' without triton, got 'kernels' "
-            "(install it with: pip install 'kvq[kernels]')"
-        )
-    module = importlib.import_module(f"kvq.{name}")
-    if not hasattr(module, function):
-        if tier is not None:
-            raise ValueError(f"tier must be 'reference' for {function}, got {tier!r}")
-        module = importlib.import_module("kvq.reference")
-    return cast("Tier", module)
-
-
 def quantize(x: Tensor, mode: Mode | str, *, tier: TierName | None = None) -> QuantizedKV:
     """Quantize each row of `x`; see `kvq.reference.quantize`."""
+    if is_compiling():
+        return QuantizedKV(*operators.quantize(x.detach(), _text(mode), tier))
     return find_tier("x", x, "quantize", tier).quantize(x, resolve_mode(mode))
 
 
@@ -68,6 +43,9 @@ def dequantize(
     tier: TierName | None = None,
 ) -> Tensor:
     """Turn codes and words back into rows; see `kvq.reference.dequantize`."""
+    if is_compiling():
+        made: Tensor = operators.dequantize(codes, words, _text(mode), head_dim, tier)
+        return made
     return find_tier("codes", codes, "dequantize", tier).dequantize(
         codes, words, resolve_mode(mode), head_dim
     )
@@ -77,6 +55,18 @@ def hadamard_transform(
     x: Tensor, rotation: Rotation, *, inverse: bool = False, tier: TierName | None = None
 ) -> Tensor:
     """Rotate each row of `x`; see `kvq.reference.hadamard_transform`."""
+    if is_compiling():
+        made: Tensor = operators.hadamard_transform(
+            x,
+            rotation.rounds,
+            rotation.random_signs,
+            str(rotation.seed),
+            rotation.repeat_block_signs,
+            rotation.round_to_input,
+            inverse,
+            tier,
+        )
+        return made
     return find_tier("x", x, "hadamard_transform", tier).hadamard_transform(
         x, rotation, inverse=inverse
     )
@@ -84,6 +74,9 @@ def hadamard_transform(
 
 def pack_codes(codes: Tensor, bits: int, *, tier: TierName | None = None) -> Tensor:
     """Pack codes into bytes; see `kvq.reference.pack_codes`."""
+    if is_compiling():
+        made: Tensor = operators.pack_codes(codes, bits, tier)
+        return made
     return find_tier("codes", codes, "pack_codes", tier).pack_codes(codes, bits)
 
 
@@ -91,6 +84,9 @@ def unpack_codes(
     packed: Tensor, bits: int, head_dim: int, *, tier: TierName | None = None
 ) -> Tensor:
     """Undo `pack_codes`; see `kvq.reference.unpack_codes`."""
+    if is_compiling():
+        made: Tensor = operators.unpack_codes(packed, bits, head_dim, tier)
+        return made
     return find_tier("packed", packed, "unpack_codes", tier).unpack_codes(packed, bits, head_dim)
 
 
@@ -105,6 +101,17 @@ def reshape_and_cache(
     tier: TierName | None = None,
 ) -> None:
     """Quantize keys and values into a paged cache; see `kvq.reference.reshape_and_cache`."""
+    if is_compiling():
+        operators.reshape_and_cache(
+            key.detach(),
+            value.detach(),
+            *_parts(key_cache),
+            *_parts(value_cache),
+            slot_mapping,
+            check,
+            tier,
+        )
+        return
     find_tier("key", key, "reshape_and_cache", tier).reshape_and_cache(
         key, value, key_cache, value_cache, slot_mapping, check=check
     )
@@ -114,6 +121,9 @@ def copy_blocks(
     cache: PagedKV, pairs: Tensor, *, check: bool | None = None, tier: TierName | None = None
 ) -> None:
     """Copy whole blocks of a paged cache; see `kvq.reference.copy_blocks`."""
+    if is_compiling():
+        operators.copy_blocks(*_parts(cache), pairs, check, tier)
+        return
     find_tier("cache.codes", cache.codes, "copy_blocks", tier).copy_blocks(
         cache, pairs, check=check
     )
@@ -134,6 +144,27 @@ def paged_attention(
     tier: TierName | None = None,
 ) -> Tensor | AttentionOutput:
     """Attention over a paged cache; see `kvq.reference.paged_attention`."""
+    if is_compiling():
+        found = operators.paged_attention(
+            query,
+            *_parts(key_cache),
+            *_parts(value_cache),
+            block_table,
+            seq_lens,
+            query_start_loc,
+            scale,
+            features.window,
+            features.soft_cap,
+            features.alibi_slopes,
+            features.sink_logits,
+            features.query_query_bias,
+            features.logit_bias,
+            features.first_key,
+            return_lse,
+            check,
+            tier,
+        )
+        return AttentionOutput(*found) if return_lse else found[0]
     return find_tier("query", query, "paged_attention", tier).paged_attention(
         query,
         key_cache,
@@ -155,5 +186,26 @@ def merge_attention(
     tier: TierName | None = None,
 ) -> AttentionOutput:
     """Merge attention over disjoint sets of keys; see `kvq.reference.merge_attention`."""
+    if parts and is_compiling():
+        outputs, log_sum_exps = [part[0] for part in parts], [part[1] for part in parts]
+        return AttentionOutput(
+            *operators.merge_attention(outputs, log_sum_exps, sink_logits, tier)
+        )
     output = parts[0].output if parts else None
     return find_tier("parts", output, "merge_attention", tier).merge_attention(parts, sink_logits)
+
+
+def _text(mode: Mode | str) -> str:
+    """What an operator takes for a mode; it refuses what is neither a mode nor the name of one."""
+    return mode.text if isinstance(mode, Mode) else mode
+
+
+def _parts(cache: PagedKV) -> tuple[Tensor, Tensor, str, str]:
+    """What an operator takes for a side of a cache."""
+    layout = cache.layout
+    return (
+        cache.codes,
+        cache.words,
+        cache.mode.text,
+        layout.value if isinstance(layout, Layout) else layout,
+    )

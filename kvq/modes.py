@@ -7,9 +7,10 @@ tiers read the parts and never a mode's name, so a new mode is one row here.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from types import MappingProxyType
@@ -155,6 +156,13 @@ _INTEGER_WORDS: Final = {
 _FOLDED: Final = (Normalization.MIN_RANGE, Normalization.RMS, Normalization.SIGNED_MAX)
 
 
+def _parts(value: object) -> object:
+    """A dataclass as a dictionary of what it is made with, and an enum as its value."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: getattr(value, item.name) for item in fields(value) if item.init}
+    return value.value if isinstance(value, Enum) else value
+
+
 @dataclass(frozen=True, slots=True)
 class Mode:
     """One way to store a row. `str(mode)` is its name.
@@ -182,6 +190,9 @@ class Mode:
     codebook: Codebook | None = None
     #: How the word is chosen, for `Grid.CODEBOOK`.
     scale_fit: ScaleFit | None = None
+    #: All of the above as JSON, which `kvq.records.from_json` reads: for what can carry a mode as
+    #: text only, such as an operator of a compiled graph, in this process or another.
+    text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -218,6 +229,7 @@ class Mode:
                 f"codebook must have at most {2**self.bits} levels for {self.bits} bits, "
                 f"got {self.codebook.num_levels}"
             )
+        object.__setattr__(self, "text", json.dumps(_parts(self), default=_parts))
 
     @property
     def levels(self) -> int:

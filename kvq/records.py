@@ -2,7 +2,7 @@
 
 `Mode`, `Codebook` and what they are made of travel in the metadata of files this way. A field that
 a file does not have takes its default, so that files outlive new fields; a field that the class
-does not have is refused.
+does not have is refused. A field that a class works out by itself (`init=False`) stays at home.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _T = TypeVar("_T")
 def to_json(value: object) -> Any:
     """A value made of dataclasses, enums, tuples and plain values, as JSON can hold it."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: to_json(getattr(value, item.name)) for item in fields(value)}
+        return {
+            item.name: to_json(getattr(value, item.name)) for item in fields(value) if item.init
+        }
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple):
@@ -84,7 +86,7 @@ def _parse_record(kind: Any, value: object, path: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must be a JSON object, got {value!r}")
     hints = get_type_hints(kind)
-    known = {item.name: item for item in fields(kind)}
+    known = {item.name: item for item in fields(kind) if item.init}
     unknown = value.keys() - known.keys()
     if unknown:
         raise ValueError(f"{path} must have no field {min(unknown)!r}, got one")

@@ -39,6 +39,7 @@ FLOORS = (
     {"files", "records", "rotary", "tier"},
     {"activations", "codebook_files"},
     {"reference", "kernels"},
+    {"operators"},
     {"dispatch"},
     {"__init__"},
     {"data", "encoded_files"},
