@@ -19,7 +19,7 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from kvq.modes import Mode, Rotation
 from kvq.modes import mode as resolve_mode
 from kvq.records import from_json
 from kvq.tier import AttentionFeatures, AttentionOutput, Layout, PagedKV, Tier
+
+#: Devices that neither tier works on, and what a device must have instead.
+_REFUSED: Final = {"meta": "that holds values", "mps": "with float64"}
 
 
 def find_tier(argument: str, tensor: object, function: str, tier: str | None = None) -> Tier:
@@ -43,10 +46,13 @@ def find_tier(argument: str, tensor: object, function: str, tier: str | None = N
 
     Raises:
         TypeError: It is no tensor.
-        ValueError: There is no such tier, or it has no such function.
+        ValueError: There is no such tier, or it has no such function, or neither works on the
+            device.
         ImportError: The kernels are asked for and triton is not installed.
     """
     device = check_tensor(argument, tensor).device.type
+    if device in _REFUSED:
+        raise ValueError(f"{argument} must be on a device {_REFUSED[device]}, got {device}")
     name = tier if tier is not None else ("kernels" if device == "cuda" else "reference")
     if name not in ("reference", "kernels"):
         raise ValueError(f"tier must be 'reference' or 'kernels', got {tier!r}")

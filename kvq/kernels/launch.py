@@ -93,9 +93,9 @@ def check_device(argument: str, tensor: Tensor) -> None:
     """The kernels must be able to work on the tensor's device.
 
     Raises:
-        ValueError: It is on another device than a GPU, outside the interpreter.
+        ValueError: It is not on a GPU or, with the interpreter, on the CPU.
     """
-    if tensor.device.type != "cuda" and not INTERPRETED:
+    if tensor.device.type != "cuda" and not (INTERPRETED and tensor.device.type == "cpu"):
         raise ValueError(
             f"{argument} must be on a CUDA device for the kernel tier, got {tensor.device} "
             "(TRITON_INTERPRET=1 runs the kernels on the CPU)"
