@@ -109,7 +109,8 @@ def test_more_tokens_than_a_program_scans() -> None:
 def test_no_tokens() -> None:
     cache = sentinel_cache("int4", 64, Layout.HND)
     empty = torch.zeros(0, HEADS, 64, device=DEVICE)
-    kernels.reshape_and_cache(empty, empty, cache, cache, torch.zeros(0, dtype=torch.int64))
+    mapping = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    kernels.reshape_and_cache(empty, empty, cache, cache, mapping)
     assert (cache.codes == 0xAB).all()
 
 
