@@ -3,6 +3,7 @@
 The full product has some 100,000 cases. `CASES` has one for each mode and sample; its head size,
 shape and dtype move on so that every pair of values of any two of the five meets
 (`tests/test_cases.py` counts). A mode or sample appended to its table renames no case.
+`covering_launches` are fewer, larger inputs for the kernels, whose launches are what costs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq.analysis.planted_rows import KINDS, rows_of_kind
+from kvq.analysis.planted_rows import KINDS, planted_rows, rows_of_kind
 from kvq.codebooks import Codebook, Provenance, Recipe
 from kvq.modes import (
     HADAMARD,
@@ -29,6 +30,7 @@ from kvq.modes import (
     ScaleFit,
 )
 from kvq.rounding import Rounding
+from kvq.tier import Layout
 
 DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS: Final = (32, 64, 80, 96, 112, 128, 192, 256, 512)
@@ -138,6 +140,54 @@ def covering_cases(modes: Mapping[str, Mode]) -> list[Case]:
         )
         for i, mode in enumerate(modes.values())
         for j, sample in enumerate(SAMPLES)
+    ]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One input that holds rows of every sample, and a cache to write it to."""
+
+    mode: Mode
+    dtype: torch.dtype
+    head_dim: int
+    shape: str
+    layout: Layout
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.mode}-{dtype}-{self.head_dim}-{self.shape}-{self.layout}"
+
+    def x(self, device: torch.device | str = "cpu") -> Tensor:
+        """`[T, H, D]` in the layout of the shape; the tokens of head 0 are of every sample.
+
+        One token has a head for each sample instead.
+        """
+        tokens, heads, lay_out = SHAPES[self.shape]
+        if tokens == 1:
+            heads = len(SAMPLES)
+        else:
+            tokens = max(tokens, len(SAMPLES))
+        rows = planted_rows(0, heads * tokens, self.head_dim, device=device).to(self.dtype)
+        return lay_out(rows.view(heads, tokens, self.head_dim).transpose(0, 1).contiguous())
+
+
+def covering_launches(modes: Mapping[str, Mode]) -> list[Launch]:
+    """One launch for each mode and head size, such that all pairs of values occur.
+
+    `i + j` runs over all residues of 9 with `i` and with `j`; so does `i + j // 3` over those of
+    3, and with `i + j` too. 9 is odd, so `(i + j) % 2` meets everything.
+    """
+    shapes = tuple(SHAPES)
+    return [
+        Launch(
+            mode,
+            DTYPES[(i + j // 3) % len(DTYPES)],
+            head_dim,
+            shapes[(i + j) % len(shapes)],
+            tuple(Layout)[(i + j) % 2],
+        )
+        for i, mode in enumerate(modes.values())
+        for j, head_dim in enumerate(HEAD_DIMS)
     ]
 
 

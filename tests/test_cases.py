@@ -7,8 +7,20 @@ from itertools import combinations, product
 import pytest
 import torch
 
+from kvq.analysis.planted_rows import planted_rows
 from kvq.modes import MODES
-from tests.cases import CASES, DTYPES, HEAD_DIMS, SAMPLES, SHAPES, Case, covering_cases
+from kvq.tier import Layout
+from tests.cases import (
+    CASES,
+    DTYPES,
+    HEAD_DIMS,
+    SAMPLES,
+    SHAPES,
+    Case,
+    Launch,
+    covering_cases,
+    covering_launches,
+)
 
 FIELDS = {
     "mode": tuple(MODES.values()),
@@ -24,6 +36,25 @@ def test_every_pair_of_values_occurs(left: str, right: str) -> None:
     met = {(getattr(case, left), getattr(case, right)) for case in covering_cases(MODES)}
     missing = set(product(FIELDS[left], FIELDS[right])) - met
     assert not missing
+
+
+LAUNCH_FIELDS = {name: FIELDS[name] for name in ("mode", "dtype", "head_dim", "shape")}
+LAUNCH_FIELDS["layout"] = tuple(Layout)
+
+
+@pytest.mark.parametrize(("left", "right"), list(combinations(LAUNCH_FIELDS, 2)))
+def test_every_pair_of_values_occurs_in_the_launches(left: str, right: str) -> None:
+    met = {(getattr(each, left), getattr(each, right)) for each in covering_launches(MODES)}
+    missing = set(product(LAUNCH_FIELDS[left], LAUNCH_FIELDS[right])) - met
+    assert not missing
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_launch_carries_every_sample(shape: str) -> None:
+    x = Launch(MODES["int8_per_token_head"], torch.float32, 32, shape, Layout.HND).x()
+    carried = {tuple(row) for row in x.reshape(-1, 32).view(torch.int32).tolist()}
+    samples = planted_rows(0, len(SAMPLES), 32).view(torch.int32)
+    assert {tuple(row) for row in samples.tolist()} <= carried
 
 
 def test_ids_are_unique() -> None:

@@ -137,6 +137,13 @@ def test_tokens_past_the_mapping_are_padding(tokens: int) -> None:
     assert (got[0].words != 123.0).sum() == 2 * tokens
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_one_token(heads: int) -> None:
+    x = random_rows(0, heads, 64, device=DEVICE).view(1, heads, 64)
+    got = assert_same_write(x, -x, torch.tensor([5], device=DEVICE), 2, 4)
+    assert (got[0].words != 123.0).sum() == heads
+
+
 @pytest.mark.parametrize("mapped", [False, True])
 def test_nothing_to_write(mapped: bool) -> None:
     x = rows(3)

@@ -13,7 +13,7 @@ from kvq.analysis.planted_rows import planted_rows
 from kvq.modes import HADAMARD, MODES, RANDOM_HADAMARD, Mode, Rotation
 from kvq.modes import mode as find_mode
 from kvq.rounding import Rounding
-from tests.cases import CASES, SAMPLES, VARIANTS, Case
+from tests.cases import VARIANTS
 from tests.compare import assert_bit_exact
 
 kernels = pytest.importorskip("kvq.kernels")
@@ -33,31 +33,6 @@ def assert_parity(x: Tensor, mode: Mode) -> None:
         reference.dequantize(*want, mode, head_dim),
         "values",
     )
-
-
-def in_ci(index: int) -> bool:
-    """A quarter of the cases: four is no divisor of the nine head sizes and shapes."""
-    return (5 * (index // len(SAMPLES)) + index) % 4 == 0
-
-
-# Interpreted, a launch costs a second: CI takes a quarter of the cases, in which every mode,
-# dtype, head size, shape and sample occurs; `make test-all` takes them all.
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(*case.values, id=case.id, marks=[] if in_ci(i) else [pytest.mark.slow])
-        for i, case in enumerate(CASES)
-    ],
-)
-def test_every_case(case: Case) -> None:
-    assert_parity(case.x(DEVICE), case.mode)
-
-
-def test_the_cases_of_ci_hold_every_value() -> None:
-    kept = [case.values[0] for i, case in enumerate(CASES) if in_ci(i)]
-    for field in ("mode", "dtype", "head_dim", "shape", "sample"):
-        every = {getattr(case.values[0], field) for case in CASES}
-        assert {getattr(case, field) for case in kept} == every, field
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=str)
