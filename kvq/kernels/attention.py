@@ -1,0 +1,464 @@
+"""Triton mirror of `kvq.reference.attention`.
+
+Three launches: queries are rotated, scaled and split into float16 numbers; each program of the
+loop takes some queries over a split of the keys; and the splits are put together, the output
+rotated back. How a sequence is cut depends on its own length and number of queries alone, and so
+its bits do too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvq.checks import check_dtype, check_same_device, check_shape, check_tensor
+from kvq.kernels import launch
+from kvq.kernels.attention_loop import (
+    LOG2_E,
+    LoopSpec,
+    attend_kernel,
+    find_sequence,
+    key_range,
+    plan_splits,
+    unit_place,
+)
+from kvq.kernels.hadamard import RotationSpec, rotate, sign_words, unrotate
+from kvq.kernels.operands import SideSpec, side_spec
+from kvq.kernels.rows import load_rows, pick
+from kvq.kernels.scaling import round_to_bfloat16
+from kvq.modes import Mode, Rotation
+from kvq.tier import AttentionFeatures, AttentionOutput, PagedKV, as_hnd, check_attention
+
+#: Half an ulp of 1.0: what a codebook's levels are measured against.
+ACCURACY = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
+#: The exponent that the largest entry of a query is brought to, plus twice the bias.
+QUERY_BITS = tl.constexpr(254 + 13)
+LN_2 = tl.constexpr(math.log(2.0))
+
+
+@triton.constexpr_function
+def _weight(side, stream):
+    return side.weights[stream]
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_sequences", "num_heads"])
+def _prepare_kernel(
+    query_ptr,
+    out_ptr,
+    column_ptr,
+    output_ptr,
+    lse_ptr,
+    query_start_ptr,
+    num_sequences,
+    num_rows,
+    num_heads,
+    query_token,
+    query_head,
+    scale,
+    SIDE: tl.constexpr,
+    ROTATION: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDE: tl.constexpr,
+    OUT_D: tl.constexpr,
+    OUT_C: tl.constexpr,
+):
+    """Queries as operands, by stream; and for each the factor of its products, and its sum.
+
+    Queries before the first sequence and after the last are answered here: they see nothing.
+    """
+    D: tl.constexpr = pick(SIDE, "head_dim")
+    STREAMS: tl.constexpr = pick(SIDE, "streams")
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    live = row < num_rows
+    base = query_ptr + row // num_heads * query_token + row % num_heads * query_head
+    x = load_rows(base, live, D, C)
+    if WIDE:
+        x = x.to(tl.float64)
+    if ROTATION is not None:
+        x = rotate(x, ROTATION, R)
+    x = x.permute(1, 0)
+    channel = tl.arange(0, C)
+    stream = channel % STREAMS
+    weight = tl.full([C], _weight(SIDE, 0), tl.float32)
+    for j in tl.static_range(1, STREAMS):
+        weight = tl.where(stream == j, _weight(SIDE, j), weight)
+    total = tl.sum(x, 1) * (scale * pick(SIDE, "fold"))
+    P: tl.constexpr = pick(SIDE, "padded")
+    at = row[:, None] * (PARTS * STREAMS * P)
+    at = at + (stream * P + unit_place(channel // STREAMS, P))[None, :]
+    mask = live[:, None] & (channel < D)[None, :]
+    if WIDE:
+        factor = total * 0.0 + scale * (pick(SIDE, "unit") * pick(SIDE, "fold"))
+        tl.store(out_ptr + at, x * weight[None, :], mask=mask)
+    else:
+        largest = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23
+        # 2^13 over the power of two of the largest entry, and its inverse.
+        up = tl.minimum(tl.maximum(0 - largest + QUERY_BITS, 1), 253)
+        x = x * (up << 23).to(tl.float32, bitcast=True)[:, None]
+        down = ((254 - up) << 23).to(tl.float32, bitcast=True)
+        factor = down * (scale * (pick(SIDE, "unit") * pick(SIDE, "fold")))
+        high = x.to(tl.float16)
+        tl.store(out_ptr + at, (high.to(tl.float32) * weight[None, :]).to(tl.float16), mask=mask)
+        if PARTS == 2:
+            low = (x - high.to(tl.float32)) * weight[None, :]
+            tl.store(out_ptr + at + STREAMS * P, low.to(tl.float16), mask=mask)
+    tl.store(column_ptr + 2 * row, factor, mask=live)
+    tl.store(column_ptr + 2 * row + 1, total, mask=live)
+    token = row // num_heads
+    start = tl.load(query_start_ptr)
+    end = tl.load(query_start_ptr + num_sequences)
+    alone = live & ((token < start) | (token >= end))
+    nothing = tl.zeros([R, OUT_C], output_ptr.dtype.element_ty)
+    out = tl.arange(0, OUT_C)[None, :]
+    tl.store(
+        output_ptr + row[:, None] * OUT_D + out, nothing, mask=alone[:, None] & (out < OUT_D)
+    )
+    tl.store(lse_ptr + row, tl.full([R], float("-inf"), tl.float32), mask=alone)
+
+
+@triton.jit(
+    do_not_specialize=["num_sequences", "num_slots", "table_width", "num_tokens", "num_heads"]
+)
+def _combine_kernel(
+    partial_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    seq_lens_ptr,
+    query_start_ptr,
+    first_key_ptr,
+    sink_ptr,
+    num_sequences,
+    num_slots,
+    table_width,
+    num_tokens,
+    num_heads,
+    SPEC: tl.constexpr,
+    ROTATION: tl.constexpr,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEARCH: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Put the splits of one row together, and rotate the output back."""
+    VALUE: tl.constexpr = pick(SPEC, "value")
+    TOKENS: tl.constexpr = pick(SPEC, "tokens")
+    WIDE: tl.constexpr = pick(SPEC, "wide")
+    FLOAT: tl.constexpr = tl.float64 if WIDE else tl.float32
+    D: tl.constexpr = pick(VALUE, "head_dim")
+    STREAMS: tl.constexpr = pick(VALUE, "streams")
+    head = tl.program_id(0) % num_heads
+    row = tl.program_id(0) // num_heads
+    if SEARCH:
+        sequence = find_sequence(query_start_ptr, num_sequences, row, 0)
+    else:
+        sequence = row // TOKENS
+    query_start = tl.load(query_start_ptr + sequence).to(tl.int32)
+    q_len = tl.load(query_start_ptr + sequence + 1).to(tl.int32) - query_start
+    token = row - query_start if SEARCH else row % TOKENS
+    if (q_len < pick(SPEC, "fewest")) | (q_len > pick(SPEC, "most")):
+        return
+    if (token < 0) | (token >= q_len) | (query_start + token >= num_tokens):
+        return
+    length = tl.load(seq_lens_ptr + sequence).to(tl.int32)
+    seq_len = tl.minimum(length, table_width * pick(SPEC, "block_size"))
+    first_key = 0
+    if pick(SPEC, "has_first_key"):
+        first_key = tl.load(first_key_ptr + sequence).to(tl.int32)
+    first_token = token // TOKENS * TOKENS
+    start, end = key_range(seq_len, length - q_len, first_token, q_len, first_key, SPEC)
+    keys, splits = plan_splits(end - start, SPEC)
+    splits = tl.where(length > 0, splits, 0)
+
+    slot = (row.to(tl.int64) * num_heads + head) * num_slots
+    peak = tl.full([], float("-inf"), FLOAT)
+    for first in range(0, splits, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        lse = tl.load(part_lse_ptr + slot + split, mask=split < splits, other=float("-inf"))
+        peak = tl.maximum(peak, tl.max(lse, 0))
+    sink = tl.full([], float("-inf"), FLOAT)
+    if HAS_SINK:
+        sink = (tl.load(sink_ptr + head) * LOG2_E).to(FLOAT)
+    seen = peak > float("-inf")
+    peak = tl.maximum(peak, sink)
+    peak = tl.where(peak > float("-inf"), peak, 0.0)
+    place = tl.arange(0, C)
+    mean = tl.zeros([C], FLOAT)
+    weight = tl.zeros([], FLOAT)
+    for first in range(0, splits, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        lse = tl.load(part_lse_ptr + slot + split, mask=split < splits, other=float("-inf"))
+        w = tl.exp2(lse - peak)
+        at = partial_ptr + (slot + split)[:, None] * C + place[None, :]
+        part = tl.load(at, mask=(w > 0)[:, None], other=0.0)
+        mean += tl.sum(part * w[:, None], 0)
+        weight += tl.sum(w, 0)
+    # A NaN is seen.
+    seen = seen | (weight != weight)
+    denominator = weight + tl.exp2(sink - peak)
+    mean = mean * (pick(VALUE, "fold") / tl.where(seen, denominator, 1.0))
+    # From the order of streams to that of channels.
+    mean = mean.reshape(STREAMS, C // STREAMS).permute(1, 0).reshape(C)
+    channel = tl.arange(0, C)
+    mean = tl.where(channel < D, mean, 0.0)
+    if ROTATION is not None:
+        mean = unrotate(mean.reshape(C, 1), ROTATION, 1).reshape(C)
+    mean = tl.where(seen, mean, 0.0)
+    target = (query_start + token).to(tl.int64) * num_heads + head
+    if out_ptr.dtype.element_ty == tl.bfloat16:
+        mean = round_to_bfloat16(mean)
+    tl.store(out_ptr + target * D + channel, mean.to(out_ptr.dtype.element_ty), mask=channel < D)
+    if HAS_LSE:
+        natural = (peak + tl.log2(denominator)) * LN_2
+        tl.store(lse_ptr + target, tl.where(seen, natural, float("-inf")))
+
+
+@lru_cache(maxsize=256)
+def _rotation_spec(rotation: Rotation | None, head_dim: int, padded: int) -> RotationSpec | None:
+    if rotation is None:
+        return None
+    return RotationSpec(
+        head_dim,
+        padded,
+        rotation.rounds,
+        Rotation.block_size(head_dim),
+        sign_words(head_dim, rotation, padded),
+        1.0 / rotation.gain(head_dim),
+    )
+
+
+def _padded(head_dim: int) -> int:
+    return max(32, triton.next_power_of_2(head_dim))
+
+
+def _unit_bytes(codes: Tensor) -> int:
+    """Bytes of the integers that a row can be read as: 2, or 1 where rows lie on odd bytes."""
+    lengths = (codes.data_ptr(), codes.shape[-1], *codes.stride()[:-1])
+    return 2 if all(n % 2 == 0 for n in lengths) else 1
+
+
+@lru_cache(maxsize=64)
+def _level_table(side: SideSpec, device: torch.device) -> Tensor:
+    """Levels by code, for look-ups in memory; else a placeholder."""
+    levels = side.levels if side.kind == "table" else (0.0,)
+    return torch.tensor(levels, dtype=torch.float32, device=device)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: PagedKV,
+    value_cache: PagedKV,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    scale: float,
+    features: AttentionFeatures = AttentionFeatures(),  # noqa: B008 (frozen)
+    return_lse: bool = False,
+    check: bool | None = None,
+) -> Tensor | AttentionOutput:
+    """Triton mirror of `kvq.reference.paged_attention`.
+
+    Not for float64 queries. A float16 or bfloat16 query is answered through float16 operands with
+    float32 sums, a float32 query in float64.
+    """
+    check_attention(
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        scale,
+        features,
+        check,
+    )
+    check_dtype("query", query, *ACCURACY)
+    launch.check_device("query", query)
+    key_codes, key_words = as_hnd(key_cache)
+    value_codes, value_words = as_hnd(value_cache)
+    num_blocks, kv_heads, block_size = key_words.shape
+    num_tokens, num_heads, head_dim = query.shape
+    num_sequences = len(seq_lens)
+    value_dim = value_cache.mode.head_dim(value_codes.shape[3])
+    wide = query.dtype is torch.float32
+    output = query.new_empty((num_tokens, num_heads, value_dim))
+    log_sum_exp = query.new_empty((num_tokens, num_heads), dtype=torch.float32)
+    answer = AttentionOutput(output, log_sum_exp) if return_lse else output
+    if num_tokens == 0 or num_sequences == 0:
+        output.zero_()
+        log_sum_exp.fill_(-math.inf)
+        return answer
+
+    accuracy, ptx = ACCURACY[query.dtype], launch.has_shuffle() and not wide
+    key_side = side_spec(key_cache.mode, head_dim, _unit_bytes(key_codes), accuracy, ptx)
+    value_side = side_spec(value_cache.mode, value_dim, _unit_bytes(value_codes), accuracy, ptx)
+    float_type = torch.float64 if wide else torch.float32
+    block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+    seq_lens, query_start_loc = seq_lens.contiguous(), query_start_loc.contiguous()
+    query = query if query.stride(2) == 1 else query.contiguous()
+
+    parts = 1 if wide else 2
+    prepared = torch.empty(
+        (num_tokens * num_heads, parts, key_side.streams * key_side.padded),
+        dtype=torch.float64 if wide else torch.float16,
+        device=query.device,
+    )
+    columns = torch.empty((num_tokens * num_heads, 2), dtype=float_type, device=query.device)
+    unit_scale = scale * LOG2_E.value if features.soft_cap is None else scale / features.soft_cap
+    rows = launch.attention_rows(num_tokens * num_heads)
+    _prepare_kernel[(triton.cdiv(num_tokens * num_heads, rows),)](
+        query,
+        prepared,
+        columns,
+        output,
+        log_sum_exp,
+        query_start_loc,
+        num_sequences,
+        num_tokens * num_heads,
+        num_heads,
+        query.stride(0),
+        query.stride(1),
+        unit_scale,
+        SIDE=key_side,
+        ROTATION=_rotation_spec(key_cache.mode.rotation, head_dim, _padded(head_dim)),
+        C=_padded(head_dim),
+        R=rows,
+        PARTS=parts,
+        WIDE=wide,
+        OUT_D=value_dim,
+        OUT_C=_padded(value_dim),
+        num_warps=1,
+    )
+
+    first_key = None if features.first_key is None else features.first_key.contiguous()
+    query_bias = features.query_query_bias
+    logit_bias = features.logit_bias
+    if query_bias is not None and query_bias.stride(-1) != 1:
+        query_bias = query_bias.contiguous()
+    if logit_bias is not None and logit_bias.stride(2) != 1:
+        logit_bias = logit_bias.contiguous()
+    unused = columns
+    value_row = triton.next_power_of_2(value_dim)
+    longest = block_table.shape[1] * block_size
+    for plan in launch.attention_plans(num_heads // kv_heads, num_tokens, block_size, wide):
+        spec = LoopSpec(
+            key=key_side,
+            value=value_side,
+            block_size=block_size,
+            group=num_heads // kv_heads,
+            heads=plan.heads,
+            tokens=plan.tokens,
+            columns=plan.columns,
+            parts=parts,
+            tile=plan.tile,
+            piece=plan.piece,
+            stages=plan.stages,
+            fewest=plan.fewest,
+            most=plan.most,
+            least_split=plan.least_split,
+            most_split=plan.most_split,
+            splits=plan.splits,
+            window=features.window or 0,
+            soft_cap=features.soft_cap or 0.0,
+            has_first_key=first_key is not None,
+            has_slopes=features.alibi_slopes is not None,
+            has_query_bias=query_bias is not None,
+            has_logit_bias=logit_bias is not None,
+            wide=wide,
+            ptx=ptx,
+        )
+        slots = plan.most_splits(longest)
+        table_rows = num_tokens if plan.searches else num_sequences * plan.tokens
+        partial = torch.empty(
+            (table_rows * num_heads, slots, value_row), dtype=float_type, device=query.device
+        )
+        part_lse = torch.empty(
+            (table_rows * num_heads, slots), dtype=float_type, device=query.device
+        )
+        head_blocks = triton.cdiv(spec.group, plan.heads) * kv_heads
+        blocks = num_tokens // plan.tokens + num_sequences if plan.searches else num_sequences
+        attend_kernel[(blocks * slots * head_blocks,)](
+            prepared,
+            columns,
+            *_side_pointers(key_codes, key_words, key_side),
+            *_side_pointers(value_codes, value_words, value_side),
+            _level_table(key_side, query.device),
+            _level_table(value_side, query.device),
+            block_table,
+            seq_lens,
+            query_start_loc,
+            unused if first_key is None else first_key,
+            unused if features.alibi_slopes is None else features.alibi_slopes.contiguous(),
+            unused if query_bias is None else query_bias,
+            unused if logit_bias is None else logit_bias,
+            partial,
+            part_lse,
+            num_sequences,
+            slots,
+            num_blocks,
+            block_table.shape[1],
+            block_table.stride(0),
+            kv_heads,
+            key_codes.stride(1) // key_side.unit_bytes,
+            key_words.stride(1),
+            value_codes.stride(1) // value_side.unit_bytes,
+            value_words.stride(1),
+            query_bias.stride(0) if query_bias is not None and query_bias.ndim == 3 else 0,
+            0 if query_bias is None else query_bias.stride(-2),
+            0 if query_bias is None else query_bias.shape[-1],
+            0 if logit_bias is None or logit_bias.shape[0] == 1 else logit_bias.stride(0),
+            0 if logit_bias is None or logit_bias.shape[1] == 1 else logit_bias.stride(1),
+            0 if logit_bias is None else logit_bias.shape[2],
+            KEY_BLOCK=key_codes.stride(0) // key_side.unit_bytes,
+            KEY_TOKEN=key_codes.stride(2) // key_side.unit_bytes,
+            KEY_WORDS_BLOCK=key_words.stride(0),
+            KEY_WORDS_TOKEN=key_words.stride(2),
+            VALUE_BLOCK=value_codes.stride(0) // value_side.unit_bytes,
+            VALUE_TOKEN=value_codes.stride(2) // value_side.unit_bytes,
+            VALUE_WORDS_BLOCK=value_words.stride(0),
+            VALUE_WORDS_TOKEN=value_words.stride(2),
+            SPEC=spec,
+            SEARCH=plan.searches,
+            **plan.options(),
+        )
+        _combine_kernel[(table_rows * num_heads,)](
+            partial,
+            part_lse,
+            output,
+            log_sum_exp,
+            seq_lens,
+            query_start_loc,
+            unused if first_key is None else first_key,
+            unused if features.sink_logits is None else features.sink_logits.contiguous(),
+            num_sequences,
+            slots,
+            block_table.shape[1],
+            num_tokens,
+            num_heads,
+            SPEC=spec,
+            ROTATION=_rotation_spec(value_cache.mode.rotation, value_dim, value_row),
+            C=value_row,
+            CHUNK=min(32, triton.next_power_of_2(slots)),
+            SEARCH=plan.searches,
+            HAS_SINK=features.sink_logits is not None,
+            HAS_LSE=return_lse,
+            num_warps=4,
+        )
+    return answer
+
+
+def _side_pointers(codes: Tensor, words: Tensor, side: SideSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """The integers of a side, its bytes of high bits, and its words."""
+    integers = codes.view(torch.int16) if side.unit_bytes == 2 else codes
+    high = codes[..., side.head_dim // 4 :] if side.bits == 3 else codes
+    return integers, high, words
