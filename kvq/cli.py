@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import typer
 
 import kvq
-from kvq.commands import bench, capture, encode, fit, inspect, modes, parity, report
+from kvq.commands import bench, capture, encode, evaluate, fit, inspect, modes, parity, report
 from kvq.commands.output import say
 
 #: Every command: its name and its module, in the order of the help.
@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "inspect": inspect,
     "parity": parity,
     "bench": bench,
+    "eval": evaluate,
 }
 
 app = typer.Typer(
@@ -54,7 +55,7 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Quantize the KV cache of language models: fit, measure, encode."""
+    """Quantize the KV cache of language models: fit, measure, encode, evaluate."""
 
 
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:

@@ -44,6 +44,7 @@ FLOORS = (
     {"__init__"},
     {"data", "encoded_files"},
     {"analysis", "compat", "integrations"},
+    {"evaluation"},
     {"commands"},
     {"cli"},
     {"__main__"},
@@ -55,14 +56,16 @@ HOMES = {
     "matplotlib": (
         "kvq/analysis/codebook_plot.py",
         "kvq/analysis/plots.py",
+        "kvq/analysis/quality_plot.py",
         "kvq/analysis/report.py",  # asks its version
         "paper_figures/",
     ),
     "scipy": ("kvq/reference/laws.py", "kvq/reference/lloyd_max.py", "kvq/analysis/"),
     "triton": ("kvq/kernels/",),
-    "pandas": ("kvq/analysis/", "paper_figures/"),
+    "pandas": ("kvq/analysis/", "kvq/evaluation/", "paper_figures/"),
     "pyarrow": ("kvq/analysis/",),
     "transformers": ("kvq/integrations/",),
+    "lm_eval": ("kvq/integrations/",),
     "typer": ("kvq/cli.py", "kvq/commands/"),
     "rich": ("kvq/cli.py", "kvq/commands/"),
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 #: What is recorded beside every result.
-_PACKAGES = ("kvq", "torch", "triton", "numpy", "scipy")
+_PACKAGES = ("kvq", "torch", "triton", "transformers", "numpy", "scipy")
 
 
 def versions() -> dict[str, str]:
@@ -50,15 +50,24 @@ def commit() -> str:
 
 
 def write_result(
-    path: Path, schema: str, command: str, rows: Sequence[Mapping[str, object]]
+    path: Path,
+    schema: str,
+    command: str,
+    rows: Sequence[Mapping[str, object]],
+    *,
+    inputs: Mapping[str, object] | None = None,
 ) -> None:
-    """Write rows as `{schema, command, commit, machine, versions, rows}`."""
+    """Write rows as `{schema, command, commit, machine, versions, rows}`.
+
+    `inputs`, if there are any, says what was measured on: names, hashes, licenses.
+    """
     document = {
         "schema": schema,
         "command": command,
         "commit": commit(),
         "machine": machine(),
         "versions": versions(),
+        **({} if inputs is None else {"inputs": dict(inputs)}),
         "rows": list(rows),
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -231,12 +231,8 @@ def capture_command(
         OSError: A file cannot be read or written.
         ValueError: An argument is out of its range; see `capture`.
     """
-    storage, computation = _dtype("dtype", dtype), _dtype("compute_dtype", compute_dtype)
-    contents = Path(text).read_bytes()
-    try:
-        prose = contents.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"text must be UTF-8, got {text} ({error.reason})") from None
+    storage, computation = read_dtype("dtype", dtype), read_dtype("compute_dtype", compute_dtype)
+    prose = read_text(text)
     loaded = load_model(model, gguf_file=gguf_file, dtype=computation, device=device)
     ids: list[int] = loaded.tokenizer(prose)["input_ids"]
     if tokens is not None and not 2 <= tokens <= len(ids):
@@ -254,7 +250,7 @@ def capture_command(
         provenance={
             **loaded.provenance,
             "text": text_source,
-            "text_sha256": hashlib.sha256(contents).hexdigest(),
+            "text_sha256": hashlib.sha256(prose.encode()).hexdigest(),
             "first_token": (
                 f"{loaded.tokenizer.decode(ids[:1])!r}, "
                 + ("the tokenizer's BOS" if begins_with_bos else "of the text: no BOS prepended")
@@ -324,12 +320,30 @@ def _checkpoint_storage(config: Any) -> str:
     return f"safetensors, quantized ({method})"
 
 
-def _dtype(argument: str, name: str) -> torch.dtype:
+def read_dtype(argument: str, name: str) -> torch.dtype:
+    """The dtype of a name: `float32`, `float16` or `bfloat16`.
+
+    Raises:
+        ValueError: It is none of them.
+    """
     dtypes = {dtype_name(dtype): dtype for dtype in INPUT_DTYPES}
     if name not in dtypes:
         valid = ", ".join(map(repr, dtypes))
         raise ValueError(f"{argument} must be one of {valid}, got {name!r}")
     return dtypes[name]
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a UTF-8 file, as it is.
+
+    Raises:
+        ValueError: It is not UTF-8.
+        OSError: It cannot be read.
+    """
+    try:
+        return Path(path).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text must be UTF-8, got {path} ({error.reason})") from None
 
 
 def _attend(

@@ -61,10 +61,10 @@ def assert_same(a: KVQuantCache, b: KVQuantCache, model: Any, rows: Tensor | Non
 
 
 def filled(model: Any, cache: KVQuantCache, ids: Tensor) -> KVQuantCache:
-    """Run all tokens: the first 18 six at a time, the others one at a time."""
+    """Run all tokens: those before position 18 six at a time, the others one at a time."""
     start = 0
     while start < ids.shape[1]:
-        count = 6 if start < 18 else 1
+        count = 6 if int(cache.get_seq_length()) < 18 else 1
         forward(model, ids[:, start : start + count], cache)
         start += count
     return cache
@@ -255,9 +255,10 @@ def test_memory_is_every_stored_byte(model: Any, new_cache: Callable[..., KVQuan
 @pytest.mark.parametrize(("mode", "ratio"), [("int8", 1.9394), ("int4", 3.7647), ("int2", 7.1111)])
 def test_bits_per_value_are_those_of_the_mode(mode: str, ratio: float) -> None:
     import kvq
-    from kvq.integrations.transformers.layers import PackedLayer, Shared
+    from kvq.integrations.transformers.layers import PackedLayer
     from kvq.integrations.transformers.memory import measure_memory
     from kvq.integrations.transformers.options import LayerOptions
+    from kvq.integrations.transformers.steps import Shared
 
     config = type("config", (), {"_attn_implementation": "kvq"})
     shared = Shared(config, block_size=50, capacity=1000)

@@ -15,10 +15,11 @@ import kvq
 pytest.importorskip("transformers")
 
 from kvq.integrations.transformers.attention import packed_attention
-from kvq.integrations.transformers.layers import PackedLayer, Shared
+from kvq.integrations.transformers.layers import PackedLayer
 from kvq.integrations.transformers.mask import expand_bounds, packed_mask
 from kvq.integrations.transformers.options import LayerOptions
 from kvq.integrations.transformers.static import StaticPackedLayer
+from kvq.integrations.transformers.steps import Shared
 
 BATCH, KV_HEADS, HEADS, DIM, TOKENS = 2, 2, 4, 16, 23
 PADDING = (5, 0)

@@ -11,10 +11,11 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from kvq.integrations.transformers.layers import PackedLayer, Shared
+from kvq.integrations.transformers.layers import PackedLayer
 from kvq.integrations.transformers.memory import Memory, measure_memory
 from kvq.integrations.transformers.options import LayerModes, LayerOptions, layer_mode
 from kvq.integrations.transformers.static import StaticPackedLayer
+from kvq.integrations.transformers.steps import Shared
 
 #: Layers with keys and values for each token; a chunk is the model's mask's business.
 _PACKED: Final = ("full_attention", "sliding_attention", "chunked_attention")

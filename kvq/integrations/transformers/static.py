@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from kvq.integrations.transformers.full_precision import FullPrecision
-from kvq.integrations.transformers.layers import PackedLayer, Shared, Step, make_step, select
+from kvq.integrations.transformers.layers import PackedLayer, select
 from kvq.integrations.transformers.options import LayerOptions
+from kvq.integrations.transformers.steps import Shared, Step, make_step
 
 
 class Clock:

@@ -1,0 +1,141 @@
+"""`kvq eval`: the quality of a real model on the packed cache."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kvq.commands.output import Json, print_json, print_table, say
+
+if TYPE_CHECKING:
+    from kvq.evaluation.run import EvaluationResult
+
+EXAMPLES: Final = (
+    "kvq eval --model ./SmolLM2-135M --text prose.txt",
+    "kvq eval --model m.gguf --text prose.txt --recipe int4 --recipe k=int8,v=int2,first=4",
+    "kvq eval --model m --text t.txt --device cuda --generate 1000 --passkey 4096 --passkey 8100",
+)
+
+
+def command(
+    *,
+    model: Annotated[
+        Path,
+        typer.Option(help="Folder of a Hugging Face checkpoint on this disk, or a .gguf file."),
+    ],
+    text: Annotated[
+        Path, typer.Option(help="A UTF-8 text file; form feeds separate its documents.")
+    ],
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A mode, or k=MODE,v=MODE[,k3=MODE][,first=N][,recent=N][,prompt=full]; "
+            "repeatable, default every mode and some recipes."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The folder to write, or to go on with.")] = Path(
+        "eval"
+    ),
+    keep: Annotated[
+        Path | None, typer.Option(help="Keep the rows in this JSON file as well.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    windows: Annotated[int, typer.Option(help="Windows, evenly spread over the text.")] = 40,
+    decode: Annotated[
+        int, typer.Option(help="Tokens at a window's end that are run one at a time.")
+    ] = 16,
+    generate: Annotated[int, typer.Option(help="New tokens of greedy decoding; 0: none.")] = 0,
+    prompts: Annotated[int, typer.Option(help="Prompts of greedy decoding.")] = 4,
+    passkey: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens of a text that a key is hidden in; repeatable."),
+    ] = None,
+    context: Annotated[
+        int, typer.Option(help="Context at which full-precision tokens are counted as bits.")
+    ] = 4096,
+    dtype: Annotated[str, typer.Option(help="What the model computes in.")] = "float32",
+    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
+    gguf_file: Annotated[
+        str | None, typer.Option(help="The .gguf file of the folder, if it has several.")
+    ] = None,
+    text_source: Annotated[
+        str, typer.Option(help="Where the text comes from, for the record.")
+    ] = "not stated",
+    license_notes: Annotated[
+        str, typer.Option(help="Under what terms model and text are, for the record.")
+    ] = "not stated",
+    json: Json = False,
+) -> None:
+    """Measure perplexity, divergence and agreement of a model on the packed cache.
+
+    Each recipe is compared with the model in full precision over the same windows, through the
+    cache, in prefill and in decoding. A run that was stopped goes on where it was.
+    """
+    from kvq.evaluation.recipes import default_recipes, parse_recipe
+    from kvq.evaluation.run import SCHEMA, Settings, run_evaluation
+    from kvq.integrations.capture import load_model, read_dtype, read_text
+
+    settings = Settings(
+        tokens=tokens,
+        windows=windows,
+        decode=decode,
+        generate=generate,
+        prompts=prompts,
+        passkey=tuple(passkey or ()),
+        context=context,
+    )
+    recipes = [parse_recipe(one) for one in recipe] if recipe else default_recipes()
+    prose = read_text(text)
+    loaded = load_model(
+        model, gguf_file=gguf_file, dtype=read_dtype("dtype", dtype), device=device
+    )
+    result = run_evaluation(
+        loaded,
+        prose,
+        recipes,
+        out,
+        settings,
+        inputs={"text": text_source, "license": license_notes},
+    )
+    if keep is not None:
+        from kvq.analysis.results import write_result
+
+        command_line = " ".join(["kvq", *sys.argv[1:]])
+        write_result(keep, SCHEMA, command_line, result.rows(), inputs=result.inputs)
+    _print(result, json=json)
+
+
+def _print(result: EvaluationResult, *, json: bool) -> None:
+    rows = result.rows()
+    files = [str(file) for file in result.files]
+    if json:
+        print_json({"rows": rows, "inputs": dict(result.inputs), "files": files})
+        return
+    full = rows[0]["perplexity_full"] if rows else float("nan")
+    columns = ("bits", "perplexity", "ratio", "KL divergence", "top 1", "recipe")
+    print_table(
+        f"Perplexity {full:.6g} in full precision; values ± standard errors over windows",
+        columns,
+        [
+            (
+                row["bits_per_value"],
+                row["perplexity"],
+                f"{row['perplexity_ratio']:.4f} ± {row['perplexity_ratio_se']:.4f}",
+                f"{row['kld']:.5f} ± {row['kld_se']:.5f}",
+                f"{row['top1']:.4f} ± {row['top1_se']:.4f}",
+                row["recipe"],
+            )
+            for row in sorted(rows, key=lambda row: row["kld"])
+        ],
+    )
+    if len(result.generation):
+        table = result.generation
+        print_table(
+            "Greedy decoding",
+            [*table.columns[1:], "recipe"],
+            [(*row[1:], row[0]) for row in table.itertuples(index=False)],
+        )
+    say(f"wrote {len(files)} files, the manifest among them: {files[-1]}")

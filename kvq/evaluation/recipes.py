@@ -1,0 +1,177 @@
+"""Recipes: how a whole model stores its tokens, in one line of text.
+
+`int4` is a mode for keys and values. `k=int8,v=int2,first=4,recent=64` chooses by side and keeps
+tokens in full precision; `k0=int8` is a mode for the keys of layer 0; `prompt=full` attends the
+prompt as it came. A mode may be followed by `@unrotated` or `@` and a rounding, and by `+` and a
+codebook file: `int4@toward_zero`, `lloyd3+keys.safetensors`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvq.checks import resolve_enum
+from kvq.codebook_files import load_codebook
+from kvq.modes import MODES, Mode
+from kvq.modes import mode as resolve_mode
+from kvq.rounding import Rounding
+
+if TYPE_CHECKING:
+    from kvq.integrations.transformers import KVQuantCache
+
+#: Bits of a value in full precision, wherever sizes are compared.
+FULL_BITS: Final = 16
+#: Tokens beyond the recent ones that a cache keeps for `crop`.
+SLACK: Final = 64
+
+#: Recipes beyond one mode for all, measured by default.
+BEST: Final = (
+    "k=int8,v=int4",
+    "k=int8,v=lloyd2_unbiased",
+    "k=int4,v=lloyd2_unbiased",
+    "k=smax4,v=smax4",
+    "k=affine4,v=affine4,first=4",
+    "k=affine4,v=affine4,first=4,recent=64",
+    "k=smax3,v=lloyd3_unbiased,first=4,recent=64",
+    "k=lloyd2_norm_match,v=lloyd2_unbiased,first=4,recent=64",
+    "int4@unrotated",
+    "int4@toward_zero",
+    "k=fp8,v=int2",
+    "k=int2,v=fp8",
+)
+
+_SIDE = re.compile(r"([kv])(\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the tokens of a model are stored. `str(recipe)` is its text."""
+
+    #: The text it was read from.
+    text: str
+    #: How keys are stored.
+    key_mode: Mode
+    #: How values are stored.
+    value_mode: Mode
+    #: Layers whose keys are stored otherwise.
+    key_layers: Mapping[int, Mode] = field(default_factory=dict)
+    #: Layers whose values are stored otherwise.
+    value_layers: Mapping[int, Mode] = field(default_factory=dict)
+    #: Tokens at the beginning that are seen in full precision.
+    first_tokens: int = 0
+    #: Tokens up to and with the query that are seen in full precision.
+    recent_tokens: int = 0
+    #: Attend the prompt as it came.
+    full_precision_prompt: bool = False
+
+    def new_cache(self, config: Any, **options: Any) -> KVQuantCache:
+        """An empty cache of a model with this configuration.
+
+        Args:
+            config: `model.config`.
+            options: Of `KVQuantCache`, beyond those of the recipe.
+
+        Raises:
+            ValueError: The recipe names a layer that the model does not have.
+        """
+        from kvq.integrations.transformers import KVQuantCache
+
+        layers = config.get_text_config(decoder=True).num_hidden_layers
+        for layer in (*self.key_layers, *self.value_layers):
+            if layer >= layers:
+                raise ValueError(f"recipe must name layers below {layers}, got {layer}")
+        return KVQuantCache(
+            config,
+            lambda layer: self.key_layers.get(layer, self.key_mode),
+            lambda layer: self.value_layers.get(layer, self.value_mode),
+            first_tokens=self.first_tokens,
+            recent_tokens=self.recent_tokens,
+            slack=SLACK,
+            full_precision_prompt=self.full_precision_prompt,
+            **options,
+        )
+
+    def bits_per_value(self, layers: int, head_dim: int, context: int) -> float:
+        """Stored bits for each value of a sequence, words and full-precision tokens counted.
+
+        Args:
+            layers: Of the model.
+            head_dim: Channels of a row.
+            context: Tokens of the sequence. What full precision takes is spread over them, at 16
+                bits a value, and tokens that are kept in full precision are stored packed as well.
+        """
+        total = sum(
+            float(by_layer.get(layer, mode).bits_per_value(head_dim))
+            for mode, by_layer in (
+                (self.key_mode, self.key_layers),
+                (self.value_mode, self.value_layers),
+            )
+            for layer in range(layers)
+        )
+        recent = self.recent_tokens + SLACK if self.recent_tokens else 0
+        full = min(context, self.first_tokens + recent)
+        return total / (2 * layers) + FULL_BITS * full / context
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def parse_recipe(text: str) -> Recipe:
+    """The recipe of a text.
+
+    Raises:
+        ValueError: It is none; the message names the part.
+        FileFormatError: A codebook file is not valid.
+    """
+    if "=" not in text:
+        mode = parse_mode(text)
+        return Recipe(text, mode, mode)
+    sides: dict[str, dict[str, Mode]] = {"k": {}, "v": {}}
+    options: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        side = _SIDE.fullmatch(name)
+        if side is not None:
+            sides[side[1]][side[2]] = parse_mode(value)
+        elif name in ("first", "recent") and value.isdecimal():
+            options[f"{name}_tokens"] = int(value)
+        elif name == "prompt" and value in ("full", "packed"):
+            options["full_precision_prompt"] = value == "full"
+        else:
+            raise ValueError(
+                "recipe must be a mode, or parts among k=, v=, k<layer>=, v<layer>=, first=, "
+                f"recent= and prompt=full, got {part!r} in {text!r}"
+            )
+    modes = {side: by_layer.pop("", None) for side, by_layer in sides.items()}
+    if modes["k"] is None or modes["v"] is None:
+        raise ValueError(f"recipe must have k= and v=, got {text!r}")
+    key_layers, value_layers = (
+        {int(layer): mode for layer, mode in by_layer.items()} for by_layer in sides.values()
+    )
+    return Recipe(text, modes["k"], modes["v"], key_layers, value_layers, **options)
+
+
+def parse_mode(text: str) -> Mode:
+    """The mode of `name`, `name@unrotated`, `name@rounding` or `name+codebook file`.
+
+    Raises:
+        ValueError: There is no such mode, or it takes no such part.
+    """
+    name, plus, file = text.partition("+")
+    name, *parts = name.split("@")
+    mode = resolve_mode(name)
+    for part in parts:
+        if part == "unrotated":
+            mode = mode.without_rotation()
+        else:
+            mode = mode.with_rounding(resolve_enum("rounding", part, Rounding))
+    return mode.with_codebook(load_codebook(Path(file))) if plus else mode
+
+
+def default_recipes() -> list[Recipe]:
+    """Every shipped mode, and `BEST`."""
+    return [parse_recipe(text) for text in (*map(str, MODES), *BEST)]
