@@ -31,15 +31,33 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 class Mismatches(NamedTuple):
     """What differs in a comparison of rows."""
 
-    #: Rows that differ in a code or in the word.
+    #: Rows that differ in a code, in the word or, where it is compared, in a dequantized value.
     rows: int
     #: The first and the last of them; -1 if none.
     first: int
     last: int
-    #: Words that differ in the sign, the exponent, the mantissa.
+    #: Words, and values where they are compared, that differ in the sign, the exponent, the
+    #: mantissa.
     sign: int
     exponent: int
     mantissa: int
+
+    def then(self, later: Mismatches, start: int) -> Mismatches:
+        """The sum of this and of what differs in later rows, which start at row `start`."""
+        if not later.rows:
+            return self
+        return Mismatches(
+            self.rows + later.rows,
+            start + later.first if self.first < 0 else self.first,
+            start + later.last,
+            self.sign + later.sign,
+            self.exponent + later.exponent,
+            self.mantissa + later.mantissa,
+        )
+
+
+#: Nothing differs.
+NONE = Mismatches(0, -1, -1, 0, 0, 0)
 
 
 def digest(tier: Tier, mode: Mode, *, device: str = "cpu", head_dim: int = 128) -> str:
@@ -52,24 +70,66 @@ def digest(tier: Tier, mode: Mode, *, device: str = "cpu", head_dim: int = 128) 
         head_dim: D.
     """
     found = hashlib.sha256()
-    half = DIGEST_ROWS // 2
-    for make in (planted_rows, random_rows):
-        x = make(0, half, head_dim, device=device)
-        stored = tier.quantize(x, mode)
-        rows = tier.dequantize(stored.codes, stored.words, mode, head_dim)
-        for tensor in (stored.codes, stored.words, rows):
+    for x in _digest_set(device, head_dim):
+        for tensor in _there_and_back(tier, x, mode):
             found.update(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
-def compare(actual: QuantizedKV, expected: QuantizedKV) -> Mismatches:
-    """Count the rows in which two results of `quantize` differ, and split the words' bits."""
-    left, right = actual.words.view(torch.int32), expected.words.view(torch.int32)
-    differs = (left != right) | (actual.codes != expected.codes).any(-1)
+def compare_digest_set(
+    actual: Tier, expected: Tier, mode: Mode, *, device: str = "cpu", head_dim: int = 128
+) -> Mismatches:
+    """Where two tiers differ whose digests differ: codes, words and dequantized values.
+
+    Args:
+        actual: The kernels.
+        expected: The reference.
+        mode: How rows are stored.
+        device: Where the rows are.
+        head_dim: D.
+    """
+    total, start = NONE, 0
+    for x in _digest_set(device, head_dim):
+        (*left, got), (*right, want) = (_there_and_back(t, x, mode) for t in (actual, expected))
+        found = compare(QuantizedKV(*left), QuantizedKV(*right), got, want)
+        total, start = total.then(found, start), start + len(x)
+    return total
+
+
+def _digest_set(device: str, head_dim: int) -> Iterator[Tensor]:
+    for make in (planted_rows, random_rows):
+        yield make(0, DIGEST_ROWS // 2, head_dim, device=device)
+
+
+def _there_and_back(tier: Tier, x: Tensor, mode: Mode) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, words and dequantized rows."""
+    stored = tier.quantize(x, mode)
+    return *stored, tier.dequantize(stored.codes, stored.words, mode, x.shape[-1])
+
+
+def compare(
+    actual: QuantizedKV,
+    expected: QuantizedKV,
+    actual_values: Tensor | None = None,
+    expected_values: Tensor | None = None,
+) -> Mismatches:
+    """Count the rows in which two results of `quantize` differ, and split the bits.
+
+    Args:
+        actual: Codes `[R, B]` and words `[R]`.
+        expected: The same shapes.
+        actual_values: `[R, D]` float32, dequantized rows to compare as well.
+        expected_values: The same shape.
+    """
+    changed = (actual.words.view(torch.int32) ^ expected.words.view(torch.int32))[:, None]
+    if actual_values is not None and expected_values is not None:
+        values = actual_values.view(torch.int32) ^ expected_values.view(torch.int32)
+        changed = torch.cat((changed, values), dim=1)
+    differs = (changed != 0).any(-1) | (actual.codes != expected.codes).any(-1)
     rows = differs.nonzero().flatten()
     if not len(rows):
-        return Mismatches(0, -1, -1, 0, 0, 0)
-    changed = (left ^ right)[rows]
+        return NONE
+    changed = changed[rows]
     split = (int(((changed & mask) != 0).sum()) for mask in (-(2**31), 0x7F800000, 0x007FFFFF))
     return Mismatches(len(rows), int(rows[0]), int(rows[-1]), *split)
 
@@ -96,19 +156,9 @@ def compare_volume(
     Returns:
         The total; the first and last place count rows from the start of the set.
     """
-    total = Mismatches(0, -1, -1, 0, 0, 0)
+    total = NONE
     for start, x in _volume(rows, device):
-        found = compare(actual.quantize(x, mode), expected.quantize(x, mode))
-        if found.rows:
-            first = start + found.first if total.first < 0 else total.first
-            total = Mismatches(
-                total.rows + found.rows,
-                first,
-                start + found.last,
-                total.sign + found.sign,
-                total.exponent + found.exponent,
-                total.mantissa + found.mantissa,
-            )
+        total = total.then(compare(actual.quantize(x, mode), expected.quantize(x, mode)), start)
         watch(start + len(x))
     return total
 

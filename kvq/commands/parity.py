@@ -39,14 +39,18 @@ def command(
 
     The digest set (65,536 planted and random rows a mode) is hashed for the reference, the
     interpreted kernels and, on a GPU, the compiled kernels; the volume set is compared on the GPU.
-    Exit code 1 if anything differs.
+    If anything differs, the exit code is 1, and what differs is counted on standard error: rows,
+    the first and the last of them, and words and values by sign, exponent and mantissa.
     """
     if rows < 0:
         raise ValueError(f"rows must not be negative, got {rows}")
     import torch
 
+    gpu = torch.cuda.is_available()
+    if rows and not gpu:
+        raise ValueError(f"rows must be 0 without a CUDA device, got {rows}")
     from kvq import reference
-    from kvq.analysis.parity import compare_volume, digest
+    from kvq.analysis.parity import compare_digest_set, compare_volume, digest
     from kvq.analysis.results import write_result
 
     names = [resolve_mode(name).name for name in mode] if mode else list(MODES)
@@ -58,8 +62,8 @@ def command(
     }
     missing = [name for name in names if name not in interpreted] if interpreter else []
     with ThreadPoolExecutor(max(1, jobs)) as pool:
-        interpreted |= zip(missing, pool.map(_interpreted_digest, missing), strict=True)
-    gpu = torch.cuda.is_available()
+        found = pool.map(lambda name: _interpret("digest(kernels, mode)", name), missing)
+        interpreted |= zip(missing, found, strict=True)
     records: list[dict[str, object]] = []
     for name in names:
         one = resolve_mode(name)
@@ -67,15 +71,21 @@ def command(
         record["digest_reference"] = digest(reference, one, device="cuda" if gpu else "cpu")
         record["digest_interpreter"] = interpreted.get(name, "")
         record["digest_gpu"] = ""
+        if record["digest_interpreter"] not in ("", record["digest_reference"]):
+            where = _interpret("compare_digest_set(kernels, reference, mode)", name)
+            say(f"{name}, digest set, interpreted: {where}")
         if gpu:
             from kvq import kernels
 
             record["digest_gpu"] = digest(kernels, one, device="cuda")
+            if record["digest_gpu"] != record["digest_reference"]:
+                differ = compare_digest_set(kernels, reference, one, device="cuda")
+                say(f"{name}, digest set, compiled: {differ}")
             if rows:
-                found = compare_volume(kernels, reference, one, rows)
-                record["rows"], record["mismatches"] = rows, found.rows
-                if found.rows:
-                    say(f"{name}: {found}")
+                differ = compare_volume(kernels, reference, one, rows)
+                record["rows"], record["mismatches"] = rows, differ.rows
+                if differ.rows:
+                    say(f"{name}, volume set: {differ}")
         records.append(record)
         if out is not None:
             kept: dict[str, Mapping[str, object]] = {**known}
@@ -119,11 +129,15 @@ def _known(out: Path | None) -> dict[str, dict[str, str]]:
     return {row["mode"]: row for row in document["rows"]}
 
 
-def _interpreted_digest(name: str) -> str:
-    """The digest of the interpreted kernels, from a process of its own: a choice at import."""
+def _interpret(expression: str, name: str) -> str:
+    """What a function of `kvq.analysis.parity` gives for a mode with interpreted kernels.
+
+    It runs in a process of its own: whether kernels are interpreted is settled at import.
+    """
     code = (
-        "import sys; from kvq import kernels; from kvq.analysis.parity import digest; "
-        "from kvq.modes import mode; print(digest(kernels, mode(sys.argv[1])))"
+        "import sys; import kvq; from kvq import kernels, reference; "
+        "from kvq.analysis.parity import compare_digest_set, digest; "
+        f"mode = kvq.mode(sys.argv[1]); print({expression})"
     )
     found = subprocess.run(
         (sys.executable, "-W", "ignore", "-c", code, name),
