@@ -26,7 +26,6 @@ from kvq.kernels.attention_loop import (
     find_sequence,
     key_range,
     plan_splits,
-    unit_place,
 )
 from kvq.kernels.hadamard import RotationSpec, rotate, sign_words, unrotate
 from kvq.kernels.operands import SideSpec, side_spec
@@ -39,6 +38,8 @@ from kvq.tier import AttentionFeatures, AttentionOutput, PagedKV, as_hnd, check_
 ACCURACY = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
 #: The exponent that the largest entry of a query is brought to, plus twice the bias.
 QUERY_BITS = tl.constexpr(254 + 13)
+#: The same for integers of four digits.
+DIGIT_BITS = tl.constexpr(254 + 25)
 LN_2 = tl.constexpr(math.log(2.0))
 
 
@@ -69,6 +70,7 @@ def _prepare_kernel(
     WIDE: tl.constexpr,
     OUT_D: tl.constexpr,
     OUT_C: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Queries as operands, by stream; and for each the factor of its products, and its sum.
 
@@ -76,6 +78,8 @@ def _prepare_kernel(
     """
     D: tl.constexpr = pick(SIDE, "head_dim")
     STREAMS: tl.constexpr = pick(SIDE, "streams")
+    if PTX:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     live = row < num_rows
     base = query_ptr + row // num_heads * query_token + row % num_heads * query_head
@@ -84,34 +88,57 @@ def _prepare_kernel(
         x = x.to(tl.float64)
     if ROTATION is not None:
         x = rotate(x, ROTATION, R)
+    # Channels in the order of an operand: streams, and in each that of `_query_operand`.
+    P: tl.constexpr = pick(SIDE, "padded")
+    DIGITS: tl.constexpr = pick(SIDE, "digits")
+    NEAR: tl.constexpr = 4 if DIGITS else 2
+    G: tl.constexpr = min(P, 16 * NEAR)
     x = x.permute(1, 0)
-    channel = tl.arange(0, C)
-    stream = channel % STREAMS
+    total = tl.sum(x, 1) * (scale * pick(SIDE, "fold"))
+    if DIGITS and pick(SIDE, "kind") == "bytes":
+        # A register of four bytes gives four streams: even and odd crumbs of each half.
+        x = x.reshape(R, P // G, G // 16, 4, 2, 4, 2).permute(0, 4, 6, 1, 3, 2, 5)
+    else:
+        x = x.reshape(R, P // G, G // (4 * NEAR), 4, NEAR, STREAMS).permute(0, 5, 1, 3, 2, 4)
+    x = x.reshape(R, C)
+    place = tl.arange(0, C)
     weight = tl.full([C], _weight(SIDE, 0), tl.float32)
     for j in tl.static_range(1, STREAMS):
-        weight = tl.where(stream == j, _weight(SIDE, j), weight)
-    total = tl.sum(x, 1) * (scale * pick(SIDE, "fold"))
-    P: tl.constexpr = pick(SIDE, "padded")
-    at = row[:, None] * (PARTS * STREAMS * P)
-    at = at + (stream * P + unit_place(channel // STREAMS, P))[None, :]
-    mask = live[:, None] & (channel < D)[None, :]
+        weight = tl.where(place // P == j, _weight(SIDE, j), weight)
+    at = out_ptr + row[:, None] * (PARTS * C) + place[None, :]
+    mask = live[:, None]
+    extra = total * 0.0
     if WIDE:
         factor = total * 0.0 + scale * (pick(SIDE, "unit") * pick(SIDE, "fold"))
-        tl.store(out_ptr + at, x * weight[None, :], mask=mask)
+        tl.store(at, x * weight[None, :], mask=mask)
     else:
         largest = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23
-        # 2^13 over the power of two of the largest entry, and its inverse.
-        up = tl.minimum(tl.maximum(0 - largest + QUERY_BITS, 1), 253)
-        x = x * (up << 23).to(tl.float32, bitcast=True)[:, None]
+        # A power of two over that of the largest entry, and its inverse.
+        up = tl.minimum(tl.maximum(0 - largest + (DIGIT_BITS if DIGITS else QUERY_BITS), 1), 253)
         down = ((254 - up) << 23).to(tl.float32, bitcast=True)
-        factor = down * (scale * (pick(SIDE, "unit") * pick(SIDE, "fold")))
-        high = x.to(tl.float16)
-        tl.store(out_ptr + at, (high.to(tl.float32) * weight[None, :]).to(tl.float16), mask=mask)
-        if PARTS == 2:
+        if DIGITS:
+            if pick(SIDE, "bits") == 4 and pick(SIDE, "kind") == "affine":
+                # Codes of the upper nibble come less 8.
+                extra = tl.sum(tl.where((place >= P)[None, :], x, 0.0), 1)
+                extra = extra * (8.0 * scale * pick(SIDE, "unit") * pick(SIDE, "fold"))
+            x = x * (up << 23).to(tl.float32, bitcast=True)[:, None]
+            x = x * (1.0 / weight)[None, :]
+            n = tl.floor(x + 0.5).to(tl.int32)
+            for i in tl.static_range(PARTS):
+                digit = ((n + 64) & 127) - 64 if i + 1 < PARTS else n
+                tl.store(at + i * C, digit.to(tl.int8), mask=mask)
+                n = (n - digit) >> 7
+            factor = down * (scale * (pick(SIDE, "unit") * pick(SIDE, "fold")))
+        else:
+            x = x * (up << 23).to(tl.float32, bitcast=True)[:, None]
+            factor = down * (scale * (pick(SIDE, "unit") * pick(SIDE, "fold")))
+            high = x.to(tl.float16)
+            tl.store(at, (high.to(tl.float32) * weight[None, :]).to(tl.float16), mask=mask)
             low = (x - high.to(tl.float32)) * weight[None, :]
-            tl.store(out_ptr + at + STREAMS * P, low.to(tl.float16), mask=mask)
-    tl.store(column_ptr + 2 * row, factor, mask=live)
-    tl.store(column_ptr + 2 * row + 1, total, mask=live)
+            tl.store(at + C, low.to(tl.float16), mask=mask)
+    tl.store(column_ptr + 3 * row, factor, mask=live)
+    tl.store(column_ptr + 3 * row + 1, total, mask=live)
+    tl.store(column_ptr + 3 * row + 2, extra, mask=live)
     token = row // num_heads
     start = tl.load(query_start_ptr)
     end = tl.load(query_start_ptr + num_sequences)
@@ -148,6 +175,7 @@ def _combine_kernel(
     SEARCH: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Put the splits of one row together, and rotate the output back."""
     VALUE: tl.constexpr = pick(SPEC, "value")
@@ -179,6 +207,8 @@ def _combine_kernel(
     keys, splits = plan_splits(end - start, SPEC)
     splits = tl.where(length > 0, splits, 0)
 
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     slot = (row.to(tl.int64) * num_heads + head) * num_slots
     peak = tl.full([], float("-inf"), FLOAT)
     for first in range(0, splits, CHUNK):
@@ -300,21 +330,24 @@ def paged_attention(
         return answer
 
     accuracy, ptx = ACCURACY[query.dtype], launch.has_shuffle() and not wide
-    key_side = side_spec(key_cache.mode, head_dim, _unit_bytes(key_codes), accuracy, ptx)
+    key_side = side_spec(key_cache.mode, head_dim, _unit_bytes(key_codes), accuracy, ptx, True)
     value_side = side_spec(value_cache.mode, value_dim, _unit_bytes(value_codes), accuracy, ptx)
     float_type = torch.float64 if wide else torch.float32
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     seq_lens, query_start_loc = seq_lens.contiguous(), query_start_loc.contiguous()
     query = query if query.stride(2) == 1 else query.contiguous()
 
-    parts = 1 if wide else 2
+    # A query is one float64, a sum of two float16 numbers, or an integer of four digits.
+    parts = 1 if wide else 4 if key_side.digits else 2
+    operand_type = {1: torch.float64, 2: torch.float16, 4: torch.int8}[parts]
     prepared = torch.empty(
         (num_tokens * num_heads, parts, key_side.streams * key_side.padded),
-        dtype=torch.float64 if wide else torch.float16,
+        dtype=operand_type,
         device=query.device,
     )
-    columns = torch.empty((num_tokens * num_heads, 2), dtype=float_type, device=query.device)
+    columns = torch.empty((num_tokens * num_heads, 3), dtype=float_type, device=query.device)
     unit_scale = scale * LOG2_E.value if features.soft_cap is None else scale / features.soft_cap
+    early = launch.has_early_launch(query.device)
     rows = launch.attention_rows(num_tokens * num_heads)
     _prepare_kernel[(triton.cdiv(num_tokens * num_heads, rows),)](
         query,
@@ -330,13 +363,16 @@ def paged_attention(
         query.stride(1),
         unit_scale,
         SIDE=key_side,
-        ROTATION=_rotation_spec(key_cache.mode.rotation, head_dim, _padded(head_dim)),
-        C=_padded(head_dim),
+        ROTATION=_rotation_spec(
+            key_cache.mode.rotation, head_dim, key_side.streams * key_side.padded
+        ),
+        C=key_side.streams * key_side.padded,
         R=rows,
         PARTS=parts,
         WIDE=wide,
         OUT_D=value_dim,
         OUT_C=_padded(value_dim),
+        PTX=early,
         num_warps=1,
     )
 
@@ -348,6 +384,7 @@ def paged_attention(
     if logit_bias is not None and logit_bias.stride(2) != 1:
         logit_bias = logit_bias.contiguous()
     unused = columns
+    pdl = {"launch_pdl": True} if early else {}
     value_row = triton.next_power_of_2(value_dim)
     longest = block_table.shape[1] * block_size
     for plan in launch.attention_plans(num_heads // kv_heads, num_tokens, block_size, wide):
@@ -429,7 +466,9 @@ def paged_attention(
             VALUE_WORDS_TOKEN=value_words.stride(2),
             SPEC=spec,
             SEARCH=plan.searches,
+            EARLY=early,
             **plan.options(),
+            **pdl,
         )
         _combine_kernel[(table_rows * num_heads,)](
             partial,
@@ -452,7 +491,9 @@ def paged_attention(
             SEARCH=plan.searches,
             HAS_SINK=features.sink_logits is not None,
             HAS_LSE=return_lse,
+            EARLY=early,
             num_warps=4,
+            **pdl,
         )
     return answer
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from kvq.kernels.operands import SideSpec, decode_words, operands
+from kvq.kernels.operands import SideSpec, decode_words, digit_operands, operands
 from kvq.kernels.rows import pick
 
 #: Smaller than any logit, and finite: differences with it are not NaN.
@@ -230,7 +230,7 @@ def _load_side(
     for i in tl.static_range(pick(SPEC, "tile") // pick(SPEC, "piece")):
         row = _rows(pages, t, block, token, i, SPEC, AXIS == 1)
         x = _load(at, row, live, ONE_PAGE, AXIS, WHOLE)
-        if UNIT == 1:
+        if UNIT == 1 and not pick(SIDE, "digits"):
             x = x.to(tl.int16)
         high = x
         if pick(SIDE, "bits") == 3:
@@ -258,12 +258,22 @@ def _scores(streams, query, SPEC: tl.constexpr):
     COLUMNS: tl.constexpr = pick(SPEC, "columns")
     PARTS: tl.constexpr = pick(SPEC, "parts")
     WIDE: tl.constexpr = pick(SPEC, "wide")
-    s = tl.zeros([PIECE, COLUMNS * PARTS], tl.float64 if WIDE else tl.float32)
-    for j in tl.static_range(len(streams)):
-        s = dot(streams[j], query[j], s, WIDE, pick(SPEC, "ptx"))
-    if PARTS == 2:
-        high, low = tl.split(s.reshape(PIECE, COLUMNS, 2))
-        s = high + low
+    if PARTS == 4:
+        s = tl.zeros([PIECE, COLUMNS * PARTS], tl.int32)
+        for j in tl.static_range(len(streams)):
+            s = tl.dot(streams[j], query[j], s, out_dtype=tl.int32)
+        low, high = tl.split(s.reshape(PIECE, 2, 2 * COLUMNS).permute(0, 2, 1))
+        even, odd = tl.split(low.reshape(PIECE, COLUMNS, 2))
+        s = (odd * 128 + even).to(tl.float32)
+        even, odd = tl.split(high.reshape(PIECE, COLUMNS, 2))
+        s = s + (odd * 128 + even).to(tl.float32) * 16384.0
+    else:
+        s = tl.zeros([PIECE, COLUMNS * PARTS], tl.float64 if WIDE else tl.float32)
+        for j in tl.static_range(len(streams)):
+            s = dot(streams[j], query[j], s, WIDE, pick(SPEC, "ptx"))
+        if PARTS == 2:
+            high, low = tl.split(s.reshape(PIECE, COLUMNS, 2))
+            s = high + low
     return s
 
 
@@ -291,31 +301,16 @@ def _as_operand(weights):
 
 
 @triton.jit
-def unit_place(unit, P: tl.constexpr):
-    """Where a query keeps channel `unit` of its `P` of a stream.
+def _query_operand(x, NEAR: tl.constexpr):
+    """`[columns, places]` to `[channels, columns]`: in the registers of a thread, a renaming.
 
-    A thread's share of an operand, two neighbors in each block of eight, lies side by side.
+    What a thread wants for an operand, `NEAR` neighbors (32 bits) of each `4 * NEAR` channels,
+    lies side by side, up to 16 bytes.
     """
-    G: tl.constexpr = min(P, 32)
-    r = unit % G
-    return unit - r + r % 8 // 2 * (G // 4) + r // 8 * 2 + r % 2
-
-
-@triton.jit
-def unit_at(place, P: tl.constexpr):
-    """The inverse of `unit_place`."""
-    G: tl.constexpr = min(P, 32)
-    r = place % G
-    return place - r + r % (G // 4) // 2 * 8 + r // (G // 4) * 2 + r % 2
-
-
-@triton.jit
-def _query_operand(x):
-    """`[columns, places]` to `[channels, columns]`: in the registers of a thread, a renaming."""
     N: tl.constexpr = x.shape[0]
     P: tl.constexpr = x.shape[1]
-    G: tl.constexpr = min(P, 32)
-    x = x.reshape(N, P // G, 4, G // 8, 2).permute(1, 3, 2, 4, 0)
+    G: tl.constexpr = min(P, 16 * NEAR)
+    x = x.reshape(N, P // G, 4, G // (4 * NEAR), NEAR).permute(1, 3, 2, 4, 0)
     return x.reshape(P, N)
 
 
@@ -352,8 +347,10 @@ def _logits(scores, words, column, SPEC: tl.constexpr):
     """
     SIDE: tl.constexpr = pick(SPEC, "key")
     scale, shift = decode_words(words, SIDE)
-    factor, total = column
+    factor, total, extra = column
     x = scores * factor[None, :]
+    if pick(SIDE, "digits") and pick(SIDE, "bits") == 4 and pick(SIDE, "kind") == "affine":
+        x = x + extra[None, :]
     if pick(SIDE, "word") == "float32_zero_point":
         x = x + shift[:, None] * total[None, :]
     elif pick(SIDE, "offset") != 0.0:
@@ -369,7 +366,7 @@ def _logits(scores, words, column, SPEC: tl.constexpr):
 
 @triton.jit
 def _value_scale(words, SPEC: tl.constexpr):
-    """Of rows of values `scale * (levels + shift)`: scale and shift."""
+    """Of rows of values `scale * (levels + shift)`: scale, and the shift where rows have their own."""
     SIDE: tl.constexpr = pick(SPEC, "value")
     scale, shift = decode_words(words, SIDE)
     if pick(SPEC, "wide"):
@@ -377,8 +374,6 @@ def _value_scale(words, SPEC: tl.constexpr):
         shift = shift.to(tl.float64)
     if pick(SIDE, "word") == "float16_pair":
         shift = shift / scale
-    elif pick(SIDE, "word") == "float32":
-        shift = scale * 0.0 - pick(SIDE, "unit") * pick(SIDE, "offset")
     return scale, shift
 
 
@@ -419,7 +414,10 @@ def _tile(
     logits = ()
     seen = ()
     for i in tl.static_range(NUM):
-        streams = operands(keys[0][i], keys[1][i], tables[0], pick(SPEC, "key"), PTX, WIDE)
+        if pick(pick(SPEC, "key"), "digits"):
+            streams = digit_operands(keys[0][i], pick(SPEC, "key"), PTX)
+        else:
+            streams = operands(keys[0][i], keys[1][i], tables[0], pick(SPEC, "key"), PTX, WIDE)
         x = _logits(_scores(streams, query, SPEC), key_words[i], column, SPEC)
         if MASKED:
             key = t + i * PIECE + tl.arange(0, PIECE)
@@ -458,14 +456,18 @@ def _tile(
         room = _room(reach)
         change = decay * (room / _room(largest))
 
-    total = total * decay[None, :]
-    if SHIFTS:
-        shifts = shifts * change[None, :]
-    sums = ()
-    if pick(SPEC, "columns") < 8 and not WIDE:
-        change = tl.join(change, change).reshape(2 * pick(SPEC, "columns"))
-    for j in tl.static_range(len(accumulators)):
-        sums = sums + (accumulators[j] * change[None, :],)
+    sums = accumulators
+    if tl.max((change != 1.0).to(tl.int32), 0) > 0:
+        total = total * decay[None, :]
+        if SHIFTS:
+            shifts = shifts * change[None, :]
+        changes = change
+        if pick(SPEC, "columns") < 8 and not WIDE:
+            changes = tl.join(change, change).reshape(2 * pick(SPEC, "columns"))
+        scaled = ()
+        for j in tl.static_range(len(sums)):
+            scaled = scaled + (sums[j] * changes[None, :],)
+        sums = scaled
     for i in tl.static_range(NUM):
         p = tl.exp2(logits[i] - new_peak[None, :])
         total = total + p
@@ -476,9 +478,11 @@ def _tile(
             weights = weights.to(tl.float16)
         if SHIFTS:
             # The weights that the levels get: an error of theirs is then no shift of the row.
-            moved = weights.to(total.dtype) * moves[i][:, None]
-            if MASKED:
-                moved = tl.where(seen[i], moved, 0.0)
+            moved = weights.to(total.dtype)
+            if pick(pick(SPEC, "value"), "word") != "float32":
+                moved = moved * moves[i][:, None]
+                if MASKED:
+                    moved = tl.where(seen[i], moved, 0.0)
             shifts = shifts + moved
         streams = operands(values[0][i], values[1][i], tables[1], pick(SPEC, "value"), PTX, WIDE)
         sums = _weigh(sums, streams, weights, SPEC)
@@ -599,6 +603,7 @@ def attend_kernel(
     VALUE_WORDS_TOKEN: tl.constexpr,
     SPEC: tl.constexpr,
     SEARCH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One split of the keys of one sequence, for some queries of one KV head."""
     KEY: tl.constexpr = pick(SPEC, "key")
@@ -618,6 +623,8 @@ def attend_kernel(
     FLOAT: tl.constexpr = tl.float64 if WIDE else tl.float32
     HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
 
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     # Heads go round fastest: the heads of a block lie side by side.
     place = tl.program_id(0)
     head_block = place % HEAD_BLOCKS
@@ -673,8 +680,12 @@ def attend_kernel(
     live = (column < TOKENS * HEADS) & (token < q_len) & (query_head < GROUP)
     query_row = (query_start + token).to(tl.int64) * (kv_heads * GROUP) + head * GROUP + query_head
     position = context + token
-    factor = tl.load(column_ptr + 2 * query_row, mask=live, other=0.0)
-    query_sum = tl.load(column_ptr + 2 * query_row + 1, mask=live, other=0.0)
+    if EARLY:
+        # Until here nothing was read that the launch before writes.
+        tl.extra.cuda.gdc_wait()
+    factor = tl.load(column_ptr + 3 * query_row, mask=live, other=0.0)
+    query_sum = tl.load(column_ptr + 3 * query_row + 1, mask=live, other=0.0)
+    query_extra = tl.load(column_ptr + 3 * query_row + 2, mask=live, other=0.0)
 
     KS: tl.constexpr = pick(KEY, "streams")
     VS: tl.constexpr = pick(VALUE, "streams")
@@ -685,21 +696,23 @@ def attend_kernel(
     # Integers of a row of the partial sums: a power of two.
     VW: tl.constexpr = pick(VALUE, "partial")
     unit = tl.arange(0, KP)
+    # Parts of a query: two neighboring columns, and two more the width of all of those further.
     part = tl.arange(0, COLUMNS * PARTS)
-    part_row = (query_start + first_token + part // (PARTS * HEADS)).to(tl.int64)
-    part_head = head_block * HEADS + part // PARTS % HEADS
+    PAIR: tl.constexpr = min(PARTS, 2)
+    part_column = part % (PAIR * COLUMNS) // PAIR
+    part_number = part // (PAIR * COLUMNS) * PAIR + part % PAIR
+    part_row = (query_start + first_token + part_column // HEADS).to(tl.int64)
+    part_head = head_block * HEADS + part_column % HEADS
     part_row = part_row * (kv_heads * GROUP) + head * GROUP + part_head
-    part_live = (part // PARTS < TOKENS * HEADS) & (part_head < GROUP)
-    part_live = part_live & (first_token + part // (PARTS * HEADS) < q_len)
-    at = query_ptr + (part_row * PARTS + part % PARTS)[:, None] * (KS * KP)
+    part_live = (part_column < TOKENS * HEADS) & (part_head < GROUP)
+    part_live = part_live & (first_token + part_column // HEADS < q_len)
+    at = query_ptr + (part_row * PARTS + part_number)[:, None] * (KS * KP)
     at = at + unit[None, :]
     query_live = part_live[:, None]
-    if KC != KP:
-        query_live = query_live & (unit_at(unit, KP) < KC)[None, :]
     query = ()
     for j in tl.static_range(KS):
         x = tl.load(at + j * KP, mask=query_live, other=0.0)
-        query = query + (_query_operand(x),)
+        query = query + (_query_operand(x, 4 if pick(KEY, "digits") else 2),)
 
     # Places inside a page.
     inside = tl.arange(0, PIECE)
@@ -799,7 +812,7 @@ def attend_kernel(
             key_words,
             value_words,
             query,
-            (factor, query_sum),
+            (factor, query_sum, query_extra),
             tables,
             t,
             lo,
@@ -842,7 +855,7 @@ def attend_kernel(
                 key_words,
                 value_words,
                 query,
-                (factor, query_sum),
+                (factor, query_sum, query_extra),
                 tables,
                 t,
                 lo,
@@ -861,6 +874,8 @@ def attend_kernel(
 
     weight = tl.sum(total, 0)
     shift = tl.sum(shifts, 0)
+    if pick(VALUE, "word") == "float32":
+        shift = shift * (0.0 - pick(VALUE, "unit") * pick(VALUE, "offset"))
     if bad > 0:
         weight = weight + float("nan")
     some = tl.where(weight > 0, weight, 1.0)

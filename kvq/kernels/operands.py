@@ -63,6 +63,8 @@ class SideSpec:
     levels: tuple[float, ...]
     #: `1 / N` of a rotation that the stored words do not hold.
     fold: float
+    #: Whether codes become 8-bit integers, and queries sums of 8-bit digits.
+    digits: bool
 
     @property
     def partial(self) -> int:
@@ -90,6 +92,13 @@ def place(bits: int, stream: int) -> tuple[int, int]:
     if bits >= 4:
         return low // 8 * 8, low % 8
     return (0, low) if low + bits <= 10 else (6, low - 6)
+
+
+@triton.constexpr_function
+def digit_place(bits: int, stream: int) -> tuple[int, int]:
+    """The same in a byte, for 8-bit operands."""
+    low = stream * bits
+    return (0, low) if bits >= 4 else (low // 4 * 4, low % 4)
 
 
 @lru_cache(maxsize=256)
@@ -129,7 +138,14 @@ def fit_halves(levels: tuple[float, ...]) -> tuple[float, tuple[float, ...]]:
 
 
 @lru_cache(maxsize=1024)
-def side_spec(mode: Mode, head_dim: int, unit_bytes: int, accuracy: float, ptx: bool) -> SideSpec:
+def side_spec(
+    mode: Mode,
+    head_dim: int,
+    unit_bytes: int,
+    accuracy: float,
+    ptx: bool,
+    integers: bool = False,
+) -> SideSpec:
     """The compile-time values of one side.
 
     Args:
@@ -139,6 +155,8 @@ def side_spec(mode: Mode, head_dim: int, unit_bytes: int, accuracy: float, ptx: 
         accuracy: Half an ulp of 1.0 in the query's dtype; levels of a codebook are as accurate.
             0.0 asks for float32 levels.
         ptx: Whether look-ups in registers may be used.
+        integers: Whether 8-bit integers will do for operands: of keys, whose queries can be split
+            into digits of as many.
     """
     bits = mode.bits
     # A three-bit row is read as its low crumbs; its high bits are read beside them.
@@ -162,6 +180,17 @@ def side_spec(mode: Mode, head_dim: int, unit_bytes: int, accuracy: float, ptx: 
         kind, unit, offset, levels = _codebook_kind(levels, len(exact), bits, accuracy, ptx)
     if kind == "affine" and bits != 3:
         weights = tuple(2.0 ** -place(bits, j)[1] for j in range(streams))
+    digits = integers and accuracy > 0.0 and kind in ("affine", "bytes") and bits != 3
+    flip = 0x80 if mode.grid is Grid.SIGNED else 0
+    if digits:
+        unit_bytes, streams, count = 1, 8 // bits, head_dim * bits // 8
+        padded = max(32, triton.next_power_of_2(count))
+        unit, offset, flip = unit / affine, offset * affine, 0
+        weights = tuple(float(1 << digit_place(bits, j)[1]) for j in range(streams))
+        if kind == "bytes":
+            weights = (1.0,) * streams
+        if mode.grid is Grid.SIGNED:
+            offset = 0.0
     return SideSpec(
         head_dim=head_dim,
         bits=bits,
@@ -170,13 +199,14 @@ def side_spec(mode: Mode, head_dim: int, unit_bytes: int, accuracy: float, ptx: 
         count=count,
         padded=padded,
         kind=kind,
-        flip=0x80 if mode.grid is Grid.SIGNED else 0,
+        flip=flip,
         word=str(mode.word),
         weights=weights,
         unit=unit,
         offset=offset,
         levels=levels,
         fold=1.0 if mode.folds_gain else 1.0 / mode.gain(head_dim),
+        digits=digits,
     )
 
 
@@ -391,6 +421,60 @@ def operands(x, high, table_ptr, SPEC: tl.constexpr, PTX: tl.constexpr, WIDE: tl
             y = _level_operand(x, high, table_ptr, SPEC, j, PTX, WIDE)
         if WIDE:
             y = y.to(tl.float64)
+        streams = streams + (y,)
+    return streams
+
+
+@triton.constexpr_function
+def _digit_ptx(spec, stream):
+    """Four bytes at once: `(x >> shift) & mask`, minus 128 where they could reach it."""
+    if spec.kind == "bytes":
+        odd, half = stream % 2, stream // 2
+        move = "shr.u32 s, $1, 2;" if odd else "mov.b32 s, $1;"
+        table = _pack_bytes([int(level) for level in spec.levels])
+        half_move = "shr.u32 s, s, 16;" if half else ""
+        return (
+            f"{{ .reg .b32 s; {move} lop3.b32 s, s, 0x33333333, 0x44444444, 0xea; {half_move} "
+            f"prmt.b32 $0, s, {table:#x}, s; }}"
+        )
+    shift, low = digit_place(spec.bits, stream)
+    mask = (((1 << spec.bits) - 1) << low) * 0x01010101
+    move = f"shr.u32 t, $1, {shift};" if shift else "mov.b32 t, $1;"
+    if spec.bits == 4 and low:
+        return f"lop3.b32 $0, $1, {mask:#x}, 0x80808080, 0x6a;"
+    return f"{{ .reg .b32 t; {move} and.b32 $0, t, {mask:#x}; }}"
+
+
+@triton.constexpr_function
+def _digit_shift(spec, stream):
+    return digit_place(spec.bits, stream)[0]
+
+
+@triton.constexpr_function
+def _digit_mask(spec, stream):
+    return ((1 << spec.bits) - 1) << digit_place(spec.bits, stream)[1]
+
+
+@triton.jit
+def digit_operands(x, SPEC: tl.constexpr, PTX: tl.constexpr):
+    """The streams of bytes `x` as int8 tensors of its shape.
+
+    Codes stay where they lie in their byte. In the upper nibble that is 16 times the code, less
+    128; everything else is its weight times the code or the level.
+    """
+    streams = ()
+    for j in tl.static_range(pick(SPEC, "streams")):
+        if pick(SPEC, "bits") == 8:
+            y = x.to(tl.int8, bitcast=True)
+        elif PTX:
+            y = tl.inline_asm_elementwise(
+                _digit_ptx(SPEC, j), "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4
+            )
+        else:
+            y = ((x.to(tl.int32) & 0xFF) >> _digit_shift(SPEC, j)) & _digit_mask(SPEC, j)
+            if pick(SPEC, "bits") == 4 and j == 1:
+                y = y ^ 0x80
+            y = y.to(tl.uint8).to(tl.int8, bitcast=True)
         streams = streams + (y,)
     return streams
 
