@@ -301,16 +301,14 @@ def _as_operand(weights):
 
 
 @triton.jit
-def _query_operand(x, NEAR: tl.constexpr):
-    """`[columns, places]` to `[channels, columns]`: in the registers of a thread, a renaming.
+def _query_operand(x, P: tl.constexpr, N: tl.constexpr, NEAR: tl.constexpr):
+    """Shares of threads to `[channels, columns]`: a renaming of registers.
 
-    What a thread wants for an operand, `NEAR` neighbors (32 bits) of each `4 * NEAR` channels,
-    lies side by side, up to 16 bytes.
+    A thread's share of an operand is `NEAR` neighbors (32 bits) of each `4 * NEAR` channels; they
+    lie side by side, up to 16 bytes.
     """
-    N: tl.constexpr = x.shape[0]
-    P: tl.constexpr = x.shape[1]
     G: tl.constexpr = min(P, 16 * NEAR)
-    x = x.reshape(N, P // G, 4, G // (4 * NEAR), NEAR).permute(1, 3, 2, 4, 0)
+    x = x.reshape(P // G, N, 4, G // (4 * NEAR), NEAR).permute(0, 3, 2, 4, 1)
     return x.reshape(P, N)
 
 
@@ -697,8 +695,12 @@ def attend_kernel(
     VW: tl.constexpr = pick(VALUE, "partial")
     unit = tl.arange(0, KP)
     # Parts of a query: two neighboring columns, and two more the width of all of those further.
-    part = tl.arange(0, COLUMNS * PARTS)
+    # A row of this load is what one thread of an operand holds of one part, up to 16 bytes.
     PAIR: tl.constexpr = min(PARTS, 2)
+    NEAR: tl.constexpr = 4 if pick(KEY, "digits") else 2
+    G: tl.constexpr = min(KP, 16 * NEAR)
+    share = tl.arange(0, KP // G * COLUMNS * PARTS * 4)
+    part = share // 4 % (COLUMNS * PARTS)
     part_column = part % (PAIR * COLUMNS) // PAIR
     part_number = part // (PAIR * COLUMNS) * PAIR + part % PAIR
     part_row = (query_start + first_token + part_column // HEADS).to(tl.int64)
@@ -706,13 +708,14 @@ def attend_kernel(
     part_row = part_row * (kv_heads * GROUP) + head * GROUP + part_head
     part_live = (part_column < TOKENS * HEADS) & (part_head < GROUP)
     part_live = part_live & (first_token + part_column // HEADS < q_len)
-    at = query_ptr + (part_row * PARTS + part_number)[:, None] * (KS * KP)
-    at = at + unit[None, :]
+    part_place = share // (4 * COLUMNS * PARTS) * G + share % 4 * (G // 4)
+    at = query_ptr + ((part_row * PARTS + part_number) * (KS * KP) + part_place)[:, None]
+    at = at + tl.arange(0, G // 4)[None, :]
     query_live = part_live[:, None]
     query = ()
     for j in tl.static_range(KS):
         x = tl.load(at + j * KP, mask=query_live, other=0.0)
-        query = query + (_query_operand(x, 4 if pick(KEY, "digits") else 2),)
+        query = query + (_query_operand(x, KP, COLUMNS * PARTS, NEAR),)
 
     # Places inside a page.
     inside = tl.arange(0, PIECE)
