@@ -14,7 +14,18 @@ from typing import Annotated, Final
 import typer
 
 import kvq
-from kvq.commands import bench, capture, encode, evaluate, fit, inspect, modes, parity, report
+from kvq.commands import (
+    bench,
+    capture,
+    encode,
+    evaluate,
+    fit,
+    inspect,
+    modes,
+    parity,
+    report,
+    serving,
+)
 from kvq.commands.output import say
 
 #: Every command: its name and its module, in the order of the help.
@@ -28,6 +39,7 @@ COMMANDS: Final = {
     "parity": parity,
     "bench": bench,
     "eval": evaluate,
+    "serving": serving,
 }
 
 app = typer.Typer(

@@ -49,6 +49,7 @@ def command(
     ] = 16,
     generate: Annotated[int, typer.Option(help="New tokens of greedy decoding; 0: none.")] = 0,
     prompts: Annotated[int, typer.Option(help="Prompts of greedy decoding.")] = 4,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of such a prompt.")] = 64,
     passkey: Annotated[
         list[int] | None,
         typer.Option(help="Tokens of a text that a key is hidden in; repeatable."),
@@ -84,6 +85,7 @@ def command(
         decode=decode,
         generate=generate,
         prompts=prompts,
+        prompt_tokens=prompt_tokens,
         passkey=tuple(passkey or ()),
         context=context,
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq.evaluation.recipes import Recipe
-from kvq.integrations.models import attending, full_precision_cache, run_model
+from kvq.integrations.models import attending, run_model, transformers_cache
 
 #: The length of the pieces whose repetition is counted.
 GRAM: Final = 4
@@ -77,7 +77,7 @@ def continue_prompt(
     """Greedy tokens on the cache of a recipe, or in full precision (`None`)."""
     if recipe is None:
         with attending(model, None):
-            return greedy(model, prompt, full_precision_cache(model), count)
+            return greedy(model, prompt, transformers_cache(model), count)
     with attending(model, "kvq"):
         return greedy(model, prompt, recipe.new_cache(model.config, capacity=capacity), count)
 

@@ -47,10 +47,10 @@ def strip_markup(text: str) -> str:
     text = html.unescape(text)
     while (shorter := _INNERMOST.sub("", text)) != text:
         text = shorter
+    text = re.sub(r"\[https?://\S+ ([^\]]*)\]", r"\1", text)
     for pattern in _REMOVED:
         text = pattern.sub("", text)
     text = re.sub(r"\[\[(?:[^\[\]|]*\|)?([^\[\]]*)\]\]", r"\1", text)
-    text = re.sub(r"\[https?://\S+ ([^\]]*)\]", r"\1", text)
     text = re.sub(r"[ \t]+", " ", html.unescape(text))
     return re.sub(r"\s*\n\s*", "\n", text).strip()
 

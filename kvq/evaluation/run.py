@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -169,8 +170,11 @@ def _window_tasks(
         return lambda: evaluate_window(model, index, windows[index], missing, settings.decode)
 
     tasks = []
+    phases = 2 if settings.decode > 1 else 1
+    rows = {(row.window, row.recipe, row.phase) for row in kept.of(WindowSums)}
+    kept_phases = Counter((window, recipe) for window, recipe, _ in rows)
     for index in range(len(windows)):
-        done = {row.recipe for row in kept.of(WindowSums) if row.window == index}
+        done = {str(recipe) for recipe in recipes if kept_phases[index, str(recipe)] == phases}
         missing = [recipe for recipe in recipes if str(recipe) not in done]
         if missing:
             tasks.append(task(index, missing))

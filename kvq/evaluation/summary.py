@@ -16,8 +16,9 @@ PHASES = ("all", "prefill", "decode")
 
 
 def window_table(sums: Iterable[WindowSums]) -> pd.DataFrame:
-    """One row for each window, recipe and phase."""
-    return pd.DataFrame([row._asdict() for row in sums], columns=list(WindowSums._fields))
+    """One row for each window, recipe and phase, the first if there are several."""
+    table = pd.DataFrame([row._asdict() for row in sums], columns=list(WindowSums._fields))
+    return table.drop_duplicates(["window", "recipe", "phase"], ignore_index=True)
 
 
 def summarize(table: pd.DataFrame, bits: Mapping[str, float]) -> pd.DataFrame:

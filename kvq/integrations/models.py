@@ -5,9 +5,32 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import Tensor
+
+#: Shapes of models, by name.
+_SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "llama3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 97,
+    },
+}
 
 
 def cache_argument(model: Any) -> str:
@@ -24,11 +47,38 @@ def run_model(model: Any, input_ids: Tensor, cache: Any, **options: Any) -> Tens
     return logits
 
 
-def full_precision_cache(model: Any) -> Any:
-    """An empty cache of transformers' own, which grows."""
-    from transformers import DynamicCache
+def transformers_cache(model: Any, max_cache_len: int | None = None) -> Any:
+    """An empty cache of transformers' own: one that grows, or a static one of that size."""
+    from transformers import DynamicCache, StaticCache
 
-    return DynamicCache(config=model.config)
+    if max_cache_len is None:
+        return DynamicCache(config=model.config)
+    return StaticCache(config=model.config, max_cache_len=max_cache_len)
+
+
+def random_model(shape: str, device: str, dtype: torch.dtype) -> Any:
+    """A Llama with random weights, for what does not depend on them.
+
+    Args:
+        shape: `llama3-8b`, or `tiny`.
+        device: Where it is made.
+        dtype: Of its weights.
+
+    Raises:
+        ValueError: There is no such shape.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if shape not in _SHAPES:
+        raise ValueError(f"shape must be one of {', '.join(_SHAPES)}, got {shape!r}")
+    config = LlamaConfig(**_SHAPES[shape], eos_token_id=None, bos_token_id=None, dtype=dtype)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager
