@@ -317,6 +317,8 @@ def paged_attention(
     key_codes, key_words = as_hnd(key_cache)
     value_codes, value_words = as_hnd(value_cache)
     num_blocks, kv_heads, block_size = key_words.shape
+    if num_blocks == 0:
+        raise ValueError("key_cache must have at least one block, got 0")
     num_tokens, num_heads, head_dim = query.shape
     num_sequences = len(seq_lens)
     value_dim = value_cache.mode.head_dim(value_codes.shape[3])

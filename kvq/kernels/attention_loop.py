@@ -144,9 +144,13 @@ def _load(lanes, row, live, ONE_PAGE: tl.constexpr, AXIS: tl.constexpr, WHOLE: t
 
 
 @triton.jit
-def _offset(page):
-    """A page number, below 2^31, as 64 bits; unsigned, which widens for nothing."""
-    return page.to(tl.int32).to(tl.uint32, bitcast=True).to(tl.int64)
+def _offset(page, num_blocks):
+    """A block's number as 64 bits; unsigned, which widens for nothing.
+
+    What names no block is read as the last one: the output is NaN then, whatever is read.
+    """
+    page = tl.minimum(page.to(tl.uint32, bitcast=True), (num_blocks - 1).to(tl.uint32))
+    return page.to(tl.int64)
 
 
 @triton.constexpr_function
@@ -162,7 +166,12 @@ def _pages_of_tile(spec):
 
 @triton.jit
 def _pages(
-    table, t, last, SPEC: tl.constexpr, PAST: tl.constexpr, ORDERED: tl.constexpr = False
+    table,
+    t,
+    last,
+    SPEC: tl.constexpr,
+    PAST: tl.constexpr,
+    ORDERED: tl.constexpr = False,
 ):
     """The pages of the tile at `t`; entries past `last` are replaced by it.
 
@@ -181,13 +190,13 @@ def _pages(
             entry = (t + i * STEP + key) // BS
         if PAST:
             entry = tl.minimum(entry, last)
-        pages = pages + (tl.load(table + entry),)
+        pages = pages + (tl.load(table + entry).to(tl.int32),)
     return pages
 
 
 @triton.jit
 def _rows(
-    pages, t, block, token, I: tl.constexpr, SPEC: tl.constexpr, ORDERED: tl.constexpr = False
+    pages, t, num_blocks, block, token, I: tl.constexpr, SPEC: tl.constexpr, ORDERED: tl.constexpr = False
 ):
     """The offset of piece `I` of the tile at `t`: of its first key, or of each key."""
     BS: tl.constexpr = pick(SPEC, "block_size")
@@ -206,7 +215,7 @@ def _rows(
         inside = t % BS + I * PIECE
     else:
         inside = (t + I * PIECE) % BS
-    return _offset(pages[PAGE]) * block + inside * token
+    return _offset(pages[PAGE], num_blocks) * block + inside * token
 
 
 @triton.jit
@@ -214,6 +223,7 @@ def _load_side(
     side,
     pages,
     t,
+    num_blocks,
     block,
     token,
     SIDE: tl.constexpr,
@@ -228,7 +238,7 @@ def _load_side(
     tiles = ()
     highs = ()
     for i in tl.static_range(pick(SPEC, "tile") // pick(SPEC, "piece")):
-        row = _rows(pages, t, block, token, i, SPEC, AXIS == 1)
+        row = _rows(pages, t, num_blocks, block, token, i, SPEC, AXIS == 1)
         x = _load(at, row, live, ONE_PAGE, AXIS, WHOLE)
         if UNIT == 1 and not pick(SIDE, "digits"):
             x = x.to(tl.int16)
@@ -243,11 +253,11 @@ def _load_side(
 
 
 @triton.jit
-def _words(lanes, pages, t, block, token, SPEC: tl.constexpr):
+def _words(lanes, pages, t, num_blocks, block, token, SPEC: tl.constexpr):
     """The stored words of the pieces of a tile, `[PIECE]` each."""
     words = ()
     for i in tl.static_range(pick(SPEC, "tile") // pick(SPEC, "piece")):
-        words = words + (tl.load(lanes + _rows(pages, t, block, token, i, SPEC)),)
+        words = words + (tl.load(lanes + _rows(pages, t, num_blocks, block, token, i, SPEC)),)
     return words
 
 
@@ -520,14 +530,14 @@ def _mask(x, key, lo, hi, position, biases, SPEC: tl.constexpr):
 
 @triton.jit
 def _bad_entries(table, first, last, num_blocks):
-    """How many of the entries from `first` to before `last` name no block."""
+    """Marks, `[128]`, that are not 0 if an entry from `first` to before `last` names no block."""
     WIDTH: tl.constexpr = 128
     bad = tl.zeros([WIDTH], tl.int32)
     for start in range(first, last, WIDTH):
         entry = start + tl.arange(0, WIDTH)
         page = tl.load(table + entry, mask=entry < last, other=0)
         bad = bad | ((page < 0) | (page >= num_blocks)).to(tl.int32)
-    return tl.max(bad, 0)
+    return bad
 
 
 @triton.jit
@@ -636,13 +646,13 @@ def attend_kernel(
         sequence = place
     query_start = tl.load(query_start_ptr + sequence).to(tl.int32)
     q_len = tl.load(query_start_ptr + sequence + 1).to(tl.int32) - query_start
+    length = tl.load(seq_lens_ptr + sequence).to(tl.int32)
     if SEARCH:
         first_token = (place - query_start // TOKENS - sequence) * TOKENS
     else:
         first_token = 0
     if (q_len < pick(SPEC, "fewest")) | (q_len > pick(SPEC, "most")) | (first_token >= q_len):
         return
-    length = tl.load(seq_lens_ptr + sequence).to(tl.int32)
     if length <= 0:
         return
     context = length - q_len
@@ -661,15 +671,12 @@ def attend_kernel(
     start = start + split * split_keys
     end = tl.minimum(end, start + split_keys)
 
-    # Entries of the whole sequence are looked at, each split its share, and those it reads.
+    # Each split looks at its share of the sequence's entries; it need not know before the end.
     table = block_table_ptr + sequence.to(tl.int64) * table_stride
     entries = tl.cdiv(seq_len, BS)
     share = tl.cdiv(entries, splits)
-    bad = _bad_entries(table, split * share, tl.minimum((split + 1) * share, entries), num_blocks)
-    bad = bad | _bad_entries(table, start // BS, tl.cdiv(end, BS), num_blocks)
-    bad = bad | (length > seq_len).to(tl.int32)
-    if bad > 0:
-        end = start
+    last_entry = tl.minimum((split + 1) * share, entries)
+    bad = _bad_entries(table, split * share, last_entry, num_blocks)
 
     # Queries and their columns.
     column = tl.arange(0, COLUMNS)
@@ -804,10 +811,10 @@ def attend_kernel(
         value_pages = pages
         if not ONE_PAGE:
             value_pages = _pages(table, t, last, SPEC, True, True)
-        keys = _load_side(sides[0], pages, t, KEY_BLOCK, KEY_TOKEN, KEY, 0, SPEC)
-        values = _load_side(sides[1], value_pages, t, VALUE_BLOCK, VALUE_TOKEN, VALUE, 1, SPEC)
-        key_words = _words(key_words_at, pages, t, KEY_WORDS_BLOCK, KEY_WORDS_TOKEN, SPEC)
-        value_words = _words(value_words_at, pages, t, VALUE_WORDS_BLOCK, VALUE_WORDS_TOKEN, SPEC)
+        keys = _load_side(sides[0], pages, t, num_blocks, KEY_BLOCK, KEY_TOKEN, KEY, 0, SPEC)
+        values = _load_side(sides[1], value_pages, t, num_blocks, VALUE_BLOCK, VALUE_TOKEN, VALUE, 1, SPEC)
+        key_words = _words(key_words_at, pages, t, num_blocks, KEY_WORDS_BLOCK, KEY_WORDS_TOKEN, SPEC)
+        value_words = _words(value_words_at, pages, t, num_blocks, VALUE_WORDS_BLOCK, VALUE_WORDS_TOKEN, SPEC)
         peak, total, shifts, largest, accumulators = _tile(
             (peak, total, shifts, largest, accumulators),
             keys,
@@ -831,10 +838,10 @@ def attend_kernel(
         final = whole_end - TILE
         pages = _pages(table, whole_start, last, SPEC, False)
         key_words = _words(
-            key_words_at, pages, whole_start, KEY_WORDS_BLOCK, KEY_WORDS_TOKEN, SPEC
+            key_words_at, pages, whole_start, num_blocks, KEY_WORDS_BLOCK, KEY_WORDS_TOKEN, SPEC
         )
         value_words = _words(
-            value_words_at, pages, whole_start, VALUE_WORDS_BLOCK, VALUE_WORDS_TOKEN, SPEC
+            value_words_at, pages, whole_start, num_blocks, VALUE_WORDS_BLOCK, VALUE_WORDS_TOKEN, SPEC
         )
         next_pages = _pages(table, tl.minimum(whole_start + TILE, final), last, SPEC, False)
         for t in tl.range(whole_start, whole_end, TILE, num_stages=pick(SPEC, "stages")):
@@ -843,13 +850,13 @@ def attend_kernel(
             value_pages = pages
             if not ONE_PAGE:
                 value_pages = _pages(table, t, last, SPEC, False, True)
-            keys = _load_side(sides[0], pages, t, KEY_BLOCK, KEY_TOKEN, KEY, 0, SPEC)
-            values = _load_side(sides[1], value_pages, t, VALUE_BLOCK, VALUE_TOKEN, VALUE, 1, SPEC)
+            keys = _load_side(sides[0], pages, t, num_blocks, KEY_BLOCK, KEY_TOKEN, KEY, 0, SPEC)
+            values = _load_side(sides[1], value_pages, t, num_blocks, VALUE_BLOCK, VALUE_TOKEN, VALUE, 1, SPEC)
             next_key_words = _words(
-                key_words_at, next_pages, next_t, KEY_WORDS_BLOCK, KEY_WORDS_TOKEN, SPEC
+                key_words_at, next_pages, next_t, num_blocks, KEY_WORDS_BLOCK, KEY_WORDS_TOKEN, SPEC
             )
             next_value_words = _words(
-                value_words_at, next_pages, next_t, VALUE_WORDS_BLOCK, VALUE_WORDS_TOKEN, SPEC
+                value_words_at, next_pages, next_t, num_blocks, VALUE_WORDS_BLOCK, VALUE_WORDS_TOKEN, SPEC
             )
             peak, total, shifts, largest, accumulators = _tile(
                 (peak, total, shifts, largest, accumulators),
@@ -879,7 +886,7 @@ def attend_kernel(
     shift = tl.sum(shifts, 0)
     if pick(VALUE, "word") == "float32":
         shift = shift * (0.0 - pick(VALUE, "unit") * pick(VALUE, "offset"))
-    if bad > 0:
+    if (tl.max(bad, 0) > 0) | (length > seq_len):
         weight = weight + float("nan")
     some = tl.where(weight > 0, weight, 1.0)
     some = tl.where(weight != weight, weight, some)
