@@ -9,7 +9,6 @@ its bits do too.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -17,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.checks import check_dtype, check_same_device, check_shape, check_tensor
+from kvq.checks import dtype_name
 from kvq.kernels import launch
 from kvq.kernels.attention_loop import (
     LOG2_E,
@@ -28,11 +27,14 @@ from kvq.kernels.attention_loop import (
     plan_splits,
 )
 from kvq.kernels.hadamard import RotationSpec, rotate, sign_words, unrotate
+from kvq.kernels.merge import merge_attention
 from kvq.kernels.operands import SideSpec, side_spec
 from kvq.kernels.rows import load_rows, pick
 from kvq.kernels.scaling import round_to_bfloat16
-from kvq.modes import Mode, Rotation
+from kvq.modes import Rotation
 from kvq.tier import AttentionFeatures, AttentionOutput, PagedKV, as_hnd, check_attention
+
+__all__ = ["merge_attention", "paged_attention"]
 
 #: Half an ulp of 1.0: what a codebook's levels are measured against.
 ACCURACY = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
@@ -145,9 +147,7 @@ def _prepare_kernel(
     alone = live & ((token < start) | (token >= end))
     nothing = tl.zeros([R, OUT_C], output_ptr.dtype.element_ty)
     out = tl.arange(0, OUT_C)[None, :]
-    tl.store(
-        output_ptr + row[:, None] * OUT_D + out, nothing, mask=alone[:, None] & (out < OUT_D)
-    )
+    tl.store(output_ptr + row[:, None] * OUT_D + out, nothing, mask=alone[:, None] & (out < OUT_D))
     tl.store(lse_ptr + row, tl.full([R], float("-inf"), tl.float32), mask=alone)
 
 
@@ -172,7 +172,6 @@ def _combine_kernel(
     ROTATION: tl.constexpr,
     C: tl.constexpr,
     CHUNK: tl.constexpr,
-    SEARCH: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr,
     EARLY: tl.constexpr,
@@ -186,13 +185,14 @@ def _combine_kernel(
     STREAMS: tl.constexpr = pick(VALUE, "streams")
     head = tl.program_id(0) % num_heads
     row = tl.program_id(0) // num_heads
+    SEARCH: tl.constexpr = pick(SPEC, "blocks") == 0
     if SEARCH:
         sequence = find_sequence(query_start_ptr, num_sequences, row, 0)
     else:
-        sequence = row // TOKENS
+        sequence = row // pick(SPEC, "most")
     query_start = tl.load(query_start_ptr + sequence).to(tl.int32)
     q_len = tl.load(query_start_ptr + sequence + 1).to(tl.int32) - query_start
-    token = row - query_start if SEARCH else row % TOKENS
+    token = row - query_start if SEARCH else row % pick(SPEC, "most")
     if (q_len < pick(SPEC, "fewest")) | (q_len > pick(SPEC, "most")):
         return
     if (token < 0) | (token >= q_len) | (query_start + token >= num_tokens):
@@ -312,7 +312,11 @@ def paged_attention(
         features,
         check,
     )
-    check_dtype("query", query, *ACCURACY)
+    if query.dtype not in ACCURACY:
+        raise TypeError(
+            "query must be float32, float16 or bfloat16 for the kernel tier, "
+            f'got {dtype_name(query.dtype)} (tier="reference" takes it)'
+        )
     launch.check_device("query", query)
     key_codes, key_words = as_hnd(key_cache)
     value_codes, value_words = as_hnd(value_cache)
@@ -389,7 +393,10 @@ def paged_attention(
     pdl = {"launch_pdl": True} if early else {}
     value_row = triton.next_power_of_2(value_dim)
     longest = block_table.shape[1] * block_size
-    for plan in launch.attention_plans(num_heads // kv_heads, num_tokens, block_size, wide):
+    row_bytes = max(key_codes.shape[3], value_codes.shape[3])
+    for plan in launch.attention_plans(
+        num_heads // kv_heads, num_tokens, row_bytes, max(head_dim, value_dim)
+    ):
         spec = LoopSpec(
             key=key_side,
             value=value_side,
@@ -404,6 +411,7 @@ def paged_attention(
             stages=plan.stages,
             fewest=plan.fewest,
             most=plan.most,
+            blocks=plan.blocks,
             least_split=plan.least_split,
             most_split=plan.most_split,
             splits=plan.splits,
@@ -417,7 +425,7 @@ def paged_attention(
             ptx=ptx,
         )
         slots = plan.most_splits(longest)
-        table_rows = num_tokens if plan.searches else num_sequences * plan.tokens
+        table_rows = num_tokens if plan.searches else num_sequences * plan.most
         partial = torch.empty(
             (table_rows * num_heads, slots, value_row), dtype=float_type, device=query.device
         )
@@ -425,7 +433,10 @@ def paged_attention(
             (table_rows * num_heads, slots), dtype=float_type, device=query.device
         )
         head_blocks = triton.cdiv(spec.group, plan.heads) * kv_heads
-        blocks = num_tokens // plan.tokens + num_sequences if plan.searches else num_sequences
+        if plan.searches:
+            blocks = num_tokens // plan.tokens + num_sequences
+        else:
+            blocks = num_sequences * plan.blocks
         attend_kernel[(blocks * slots * head_blocks,)](
             prepared,
             columns,
@@ -467,7 +478,6 @@ def paged_attention(
             VALUE_WORDS_BLOCK=value_words.stride(0),
             VALUE_WORDS_TOKEN=value_words.stride(2),
             SPEC=spec,
-            SEARCH=plan.searches,
             EARLY=early,
             **plan.options(),
             **pdl,
@@ -490,7 +500,6 @@ def paged_attention(
             ROTATION=_rotation_spec(value_cache.mode.rotation, value_dim, value_row),
             C=value_row,
             CHUNK=min(32, triton.next_power_of_2(slots)),
-            SEARCH=plan.searches,
             HAS_SINK=features.sink_logits is not None,
             HAS_LSE=return_lse,
             EARLY=early,

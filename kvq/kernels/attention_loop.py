@@ -44,9 +44,11 @@ class LoopSpec:
     tile: int
     piece: int
     stages: int
-    #: Sequences with so many new tokens are this program's.
+    #: Sequences with so many new tokens are this program's, and have so many blocks of queries
+    #: (0: as many as they need, and programs search for theirs).
     fewest: int
     most: int
+    blocks: int
     #: Keys of a split: at least, at most; and splits that are aimed at between.
     least_split: int
     most_split: int
@@ -542,12 +544,17 @@ def _bad_entries(table, first, last, num_blocks):
 
 @triton.jit
 def find_sequence(query_start_ptr, num_sequences, place, TOKENS: tl.constexpr):
-    """The sequence of block `place`, if sequence `i` has its blocks from `start // TOKENS + i`."""
+    """The sequence of block `place`, if sequence `i` has its blocks from `start // TOKENS + i` on.
+
+    With no `TOKENS`, the sequence of query `place`.
+    """
     low = 0
     high = num_sequences
     while high - low > 1:
         middle = (low + high) // 2
-        start = tl.load(query_start_ptr + middle).to(tl.int32) // TOKENS + middle
+        start = tl.load(query_start_ptr + middle).to(tl.int32)
+        if TOKENS > 0:
+            start = start // TOKENS + middle
         low = tl.where(start <= place, middle, low)
         high = tl.where(start <= place, high, middle)
     return low
@@ -610,7 +617,6 @@ def attend_kernel(
     VALUE_WORDS_BLOCK: tl.constexpr,
     VALUE_WORDS_TOKEN: tl.constexpr,
     SPEC: tl.constexpr,
-    SEARCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One split of the keys of one sequence, for some queries of one KV head."""
@@ -630,6 +636,7 @@ def attend_kernel(
     SHIFTS: tl.constexpr = pick(VALUE, "shifts")
     FLOAT: tl.constexpr = tl.float64 if WIDE else tl.float32
     HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    BLOCKS: tl.constexpr = pick(SPEC, "blocks")
 
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -640,17 +647,17 @@ def attend_kernel(
     place = place // (HEAD_BLOCKS * kv_heads)
     split = place % num_slots
     place = place // num_slots
-    if SEARCH:
+    if BLOCKS == 0:
         sequence = find_sequence(query_start_ptr, num_sequences, place, TOKENS)
     else:
-        sequence = place
+        sequence = place // BLOCKS
     query_start = tl.load(query_start_ptr + sequence).to(tl.int32)
     q_len = tl.load(query_start_ptr + sequence + 1).to(tl.int32) - query_start
     length = tl.load(seq_lens_ptr + sequence).to(tl.int32)
-    if SEARCH:
+    if BLOCKS == 0:
         first_token = (place - query_start // TOKENS - sequence) * TOKENS
     else:
-        first_token = 0
+        first_token = place % BLOCKS * TOKENS
     if (q_len < pick(SPEC, "fewest")) | (q_len > pick(SPEC, "most")) | (first_token >= q_len):
         return
     if length <= 0:
@@ -890,10 +897,10 @@ def attend_kernel(
         weight = weight + float("nan")
     some = tl.where(weight > 0, weight, 1.0)
     some = tl.where(weight != weight, weight, some)
-    if SEARCH:
+    if BLOCKS == 0:
         row = query_start + token
     else:
-        row = sequence * TOKENS + token
+        row = sequence * pick(SPEC, "most") + token
     slot = (row.to(tl.int64) * (kv_heads * GROUP) + head * GROUP + query_head) * num_slots + split
     log_sum = tl.where(weight == 0, float("-inf"), peak + tl.log2(some))
     tl.store(lse_ptr + slot, log_sum, mask=live)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import torch
@@ -23,8 +25,11 @@ VALUES_PER_THREAD: Final = 128
 SPREAD_VALUES: Final = 32
 #: Registers of a thread of the row kernels: what lets twelve warps share a multiprocessor.
 MAX_REGISTERS: Final = 168
-#: The same where codebooks of fewer than 4 bits are fitted, which would spill below it.
-MAX_REGISTERS_FITTED: Final = 232
+#: Channels of a part (see `part_of`) and registers of a thread where a scale is fitted to a
+#: codebook, by bits of a code: at head size 128 nothing spills on Hopper, with triton 3.6 and 3.7.
+FITTED: Final[Mapping[int, tuple[int, int]]] = MappingProxyType(
+    {1: (8, 200), 2: (8, 255), 3: (16, 232), 4: (32, 192)}
+)
 #: Warps of one program of the row kernels.
 ROW_WARPS: Final = 2
 #: Rows of one program in the interpreter, which pays for each program and not for each row.
@@ -115,18 +120,174 @@ def has_e4m3_cast(device: torch.device) -> bool:
     )
 
 
+def has_early_launch(device: torch.device) -> bool:
+    """Whether a kernel may start before the one ahead of it ends, and wait for it by itself."""
+    return (
+        not INTERPRETED
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
+
+
 def has_shuffle() -> bool:
     """Whether inline PTX can exchange registers between the threads of a warp."""
     return not INTERPRETED and torch.version.hip is None
 
 
-def options(tile: RowTile, mode: Mode | None = None) -> dict[str, object]:
-    """Launch options. Exact arithmetic forbids the contraction of `a * b + c`."""
+def is_fitted(mode: Mode) -> bool:
+    """Whether a row's scale is chosen once its codes are known."""
+    return mode.scale_fit not in (None, ScaleFit.UNIT)
+
+
+def part_of(mode: Mode, padded: int, guesses: bool) -> int:
+    """Channels that are encoded at a time, so that what is made on the way takes few registers.
+
+    A rotated row lies in one thread; another is spread over a warp and is not cut. A guess and a
+    fit keep more beside the codes.
+
+    Args:
+        mode: How rows are stored.
+        padded: Channels, padded to a power of two.
+        guesses: Whether codes are guessed and looked up.
+    """
+    if mode.rotation is None:
+        return padded
+    part = 16 if guesses or is_fitted(mode) else 32
+    return FITTED[mode.bits][0] if is_fitted(mode) and mode.bits in FITTED else part
+
+
+def registers_of(mode: Mode) -> int:
+    """The most registers of a thread."""
+    return FITTED[mode.bits][1] if is_fitted(mode) and mode.bits in FITTED else MAX_REGISTERS
+
+
+def options(tile: RowTile, *modes: Mode) -> dict[str, object]:
+    """Launch options. Exact arithmetic forbids the contraction of `a * b + c`.
+
+    Args:
+        tile: The rows of a program.
+        modes: How rows are stored; the one that takes most registers decides.
+    """
     if INTERPRETED:
         return {}
-    fitted = mode is not None and mode.scale_fit not in (None, ScaleFit.UNIT) and mode.bits < 4
     return {
         "num_warps": tile.warps,
         "enable_fp_fusion": False,
-        "maxnreg": MAX_REGISTERS_FITTED if fitted else MAX_REGISTERS,
+        "maxnreg": max(map(registers_of, modes), default=MAX_REGISTERS),
     }
+
+
+class AttentionPlan(NamedTuple):
+    """The launch for sequences with a certain number of new tokens."""
+
+    #: Sequences with so many new tokens, from and to.
+    fewest: int
+    most: int
+    #: Query tokens and heads of a program, and their product padded to a power of two.
+    tokens: int
+    heads: int
+    columns: int
+    #: Keys of an iteration, and of the pieces they are read in.
+    tile: int
+    piece: int
+    stages: int
+    warps: int
+    #: Most registers of a thread; `None`: as many as it wants.
+    registers: int | None
+    #: Keys of a split: at least, at most; and splits aimed at.
+    least_split: int
+    most_split: int
+    splits: int
+
+    @property
+    def searches(self) -> bool:
+        """Whether programs look for their sequence: there is no most number of its queries."""
+        return self.most > MOST_DECODED
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of queries of a sequence, where programs do not search."""
+        return 0 if self.searches else -(-self.most // self.tokens)
+
+    def most_splits(self, longest: int) -> int:
+        """The most splits that a sequence of up to `longest` keys is cut into."""
+        shortest = -(-longest // self.least_split)
+        return max(1, min(shortest, max(self.splits, -(-longest // self.most_split))))
+
+    def options(self) -> dict[str, object]:
+        """Launch options."""
+        if INTERPRETED:
+            return {}
+        registers = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, **registers}
+
+
+#: New tokens of a sequence up to which its keys are split as those of one are.
+MOST_DECODED: Final = 8
+#: Keys of a split: at least, at most, and splits aimed at. More splits serve one sequence, fewer
+#: many; the sums of one split are of at most so many terms in float32.
+LEAST_SPLIT: Final = 256
+MOST_SPLIT: Final = 4096
+SPLITS: Final = 32
+#: Keys of a split where a sequence has many queries.
+PREFILL_SPLIT: Final = 32_768
+#: Query columns of a program with more than one token.
+MOST_COLUMNS: Final = 16
+#: Bytes of codes of one side in an iteration; larger ones leave too few warps room.
+TILE_BYTES: Final = 4096
+#: Keys of a piece: the rows of one matrix operation.
+PIECE: Final = 16
+#: Iterations in flight.
+ATTENTION_STAGES: Final = 3
+#: Registers of a thread for one token of four heads: twelve warps share a multiprocessor.
+ATTENTION_REGISTERS: Final = 168
+
+
+def attention_plans(
+    group: int, num_tokens: int, row_bytes: int, head_dim: int
+) -> list[AttentionPlan]:
+    """The launches that a batch of `num_tokens` queries may need.
+
+    A sequence's own number of queries decides which of them it is part of.
+
+    Args:
+        group: Query heads of a KV head.
+        num_tokens: T.
+        row_bytes: Bytes of the codes of a row, of the larger side.
+        head_dim: Of the larger side.
+    """
+    tile = PIECE
+    while tile < 64 and 2 * tile * row_bytes <= TILE_BYTES:
+        tile *= 2
+    heads = min(group, MOST_COLUMNS)
+    plans = []
+    for fewest, most in ((1, 1), (2, MOST_DECODED), (MOST_DECODED + 1, 2**31 - 1)):
+        if num_tokens < fewest:
+            continue
+        tokens = min(most, max(1, MOST_COLUMNS // heads))
+        columns = max(4, triton.next_power_of_2(tokens * heads))
+        small = columns == 4 and head_dim <= 128
+        decodes = most <= MOST_DECODED
+        plans.append(
+            AttentionPlan(
+                fewest=fewest,
+                most=most,
+                tokens=tokens,
+                heads=heads,
+                columns=columns,
+                tile=tile if small else min(tile, 32),
+                piece=PIECE,
+                stages=ATTENTION_STAGES,
+                warps=1,
+                registers=ATTENTION_REGISTERS if small else None,
+                least_split=LEAST_SPLIT,
+                most_split=MOST_SPLIT if decodes else PREFILL_SPLIT,
+                splits=SPLITS if decodes else 1,
+            )
+        )
+    return plans
+
+
+def attention_rows(num_rows: int) -> int:
+    """Queries of a program that prepares them."""
+    return min(INTERPRETED_ROWS, triton.next_power_of_2(num_rows)) if INTERPRETED else 4
