@@ -248,7 +248,7 @@ def _combine_kernel(
         mean = round_to_bfloat16(mean)
     tl.store(out_ptr + target * D + channel, mean.to(out_ptr.dtype.element_ty), mask=channel < D)
     if HAS_LSE:
-        natural = (peak + tl.log2(denominator)) * LN_2
+        natural = (peak + tl.log2(tl.where(seen, denominator, 1.0))) * LN_2
         tl.store(lse_ptr + target, tl.where(seen, natural, float("-inf")))
 
 
