@@ -316,7 +316,7 @@ def reshape_and_cache(
         SCAN=scan,
         WIDTH=SCAN_WIDTH,
         TOKENS=tokens,
-        **launch.options(keys.tile, key_cache.mode),
+        **launch.options(keys.tile, key_cache.mode, value_cache.mode),
     )
 
 

@@ -82,6 +82,8 @@ class RowSpec:
 
     head_dim: int
     padded: int
+    #: Channels that are encoded at a time.
+    part: int
     bits: int
     grid: str
     normalization: str
@@ -140,10 +142,12 @@ def row_spec(mode: Mode, head_dim: int, padded: int, dtype: torch.dtype) -> RowS
     levels = () if mode.codebook is None else mode.codebook.levels
     thresholds = () if mode.codebook is None else mode.codebook.thresholds
     inline = len(levels) <= MOST_CONSTANT_LEVELS
+    guess = guess_index(thresholds) if launch.has_shuffle() else ()
     rounds_input = rotation is not None and rotation.round_to_input and dtype != torch.float32
     return RowSpec(
         head_dim=head_dim,
         padded=padded,
+        part=launch.part_of(mode, padded, bool(guess)),
         bits=mode.bits,
         grid=str(mode.grid),
         normalization=str(mode.normalization),
@@ -163,7 +167,7 @@ def row_spec(mode: Mode, head_dim: int, padded: int, dtype: torch.dtype) -> RowS
         levels=levels if inline else (),
         thresholds=thresholds if inline else (),
         num_levels=len(levels),
-        guess=guess_index(thresholds) if launch.has_shuffle() else (),
+        guess=guess,
     )
 
 
@@ -319,18 +323,6 @@ def _fitted_scale(squares, unit, yc, cc, SPEC: tl.constexpr):
     return scale, empty
 
 
-@triton.constexpr_function
-def part_of(spec):
-    """Channels that are encoded at a time, so that what is made on the way takes few registers.
-
-    A rotated row lies in one thread; another is spread over a warp and is not cut. A guess and a
-    fit keep more beside the codes, so their parts are smaller.
-    """
-    if spec.rounds == 0:
-        return spec.padded
-    return 16 if spec.guess or spec.scale_fit not in ("None", "unit") else 32
-
-
 @triton.jit
 def encode_rows(x, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.constexpr):
     """Words of packed codes and the bits of the stored words of rows `[C, R]`.
@@ -340,7 +332,7 @@ def encode_rows(x, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.cons
         other packing one, handed back twice), and the stored word's bits `[R]`.
     """
     C: tl.constexpr = pick(SPEC, "padded")
-    PART: tl.constexpr = part_of(SPEC)
+    PART: tl.constexpr = pick(SPEC, "part")
     N: tl.constexpr = C // PART
     BITS: tl.constexpr = pick(SPEC, "bits")
     BIAS: tl.constexpr = GUESS_BIAS if len(pick(SPEC, "guess")) > 0 else 0
