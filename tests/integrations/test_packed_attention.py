@@ -21,11 +21,11 @@ from kvq.integrations.transformers.options import LayerOptions
 from kvq.integrations.transformers.static import StaticPackedLayer
 from kvq.integrations.transformers.steps import Shared
 
-BATCH, KV_HEADS, HEADS, DIM, TOKENS = 2, 2, 4, 16, 23
+BATCH, KV_HEADS, HEADS, DIM, TOKENS = 2, 1, 2, 16, 19
 PADDING = (5, 0)
 CHUNKS = {
     "at once": [TOKENS],
-    "in chunks": [9, 2, 7, 5],
+    "in chunks": [9, 2, 3, 5],
     "token by token": [1] * TOKENS,
     "prompt and tokens": [14] + [1] * (TOKENS - 14),
 }
@@ -143,7 +143,7 @@ def test_is_the_definition(
     torch.testing.assert_close(output.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+@pytest.mark.parametrize("chunks", [CHUNKS["in chunks"], CHUNKS["token by token"]], ids=str)
 @pytest.mark.parametrize("kept", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("window", [1, 6, 8])
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
@@ -151,7 +151,7 @@ def test_with_a_window_a_cap_and_sinks(
     states: dict[str, Tensor], chunks: list[int], kept: dict[str, int], window: int, static: bool
 ) -> None:
     options = LayerOptions(kvq.mode("int8"), kvq.mode("int4"), slack=0, **kept)
-    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    sinks = torch.tensor([0.5, -1.0])
     layer = make_layer(options, window, static)
     output = run(layer, chunks, states, True, softcap=1.5, s_aux=sinks)
     wanted = expected(states, options, window, True, softcap=1.5, s_aux=sinks)

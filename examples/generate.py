@@ -1,0 +1,32 @@
+"""Generate with a packed cache, and say what it took.
+
+python examples/generate.py FOLDER_OR_GGUF int4 int2 "The first thing a reader sees is"
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from kvq.integrations.capture import load_model
+from kvq.integrations.transformers import KVQuantCache
+
+
+def main(path: str, key_mode: str, value_mode: str, prompt: str) -> None:
+    """Continue a prompt by 40 greedy tokens."""
+    model, tokenizer, _ = load_model(path)
+    model.set_attn_implementation("kvq")
+    cache = KVQuantCache(model.config, key_mode, value_mode)
+    ids = torch.tensor([tokenizer.encode(prompt)])
+    tokens = model.generate(ids, cache=cache, max_new_tokens=40, do_sample=False)
+    print(tokenizer.decode(tokens[0]))
+    memory = cache.memory()
+    print(
+        f"{cache.get_seq_length()} tokens: {memory.total} bytes stored, "
+        f"{memory.unpacked} unpacked in {model.dtype}"
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
