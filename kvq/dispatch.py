@@ -1,7 +1,8 @@
 """The public functions: each finds the tier by the device of its tensors, or is told.
 
-A CUDA tensor goes to the kernels, any other to the reference. `tier="reference"` or
-`tier="kernels"` decides otherwise. What a function means is documented once, in `kvq.reference`.
+A CUDA tensor goes to the kernels, any other to the reference, and so does a float64 query.
+`tier="reference"` or `tier="kernels"` decides otherwise. What a function means is documented once,
+in `kvq.reference`.
 
 While `torch.compile` or `torch.export` traces, each calls its operator in `kvq.operators` instead:
 the same work, as one node of the graph. Outside a trace there is no such detour: it would take
@@ -18,7 +19,7 @@ from torch.compiler import is_compiling
 from kvq import operators
 from kvq.modes import Mode, Rotation
 from kvq.modes import mode as resolve_mode
-from kvq.operators import find_tier
+from kvq.operators import attention_tier, find_tier
 from kvq.tier import AttentionFeatures, AttentionOutput, Layout, PagedKV, QuantizedKV
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def paged_attention(
             tier,
         )
         return AttentionOutput(*found) if return_lse else found[0]
-    return find_tier("query", query, "paged_attention", tier).paged_attention(
+    return attention_tier(query, tier).paged_attention(
         query,
         key_cache,
         value_cache,

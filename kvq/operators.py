@@ -69,6 +69,13 @@ def find_tier(argument: str, tensor: object, function: str, tier: str | None = N
     return cast("Tier", module)
 
 
+def attention_tier(query: object, tier: str | None = None) -> Tier:
+    """The tier of `paged_attention`: a float64 query is the reference's wherever it is."""
+    if tier is None and isinstance(query, Tensor) and query.dtype is torch.float64:
+        tier = "reference"
+    return find_tier("query", query, "paged_attention", tier)
+
+
 @lru_cache(maxsize=1024)
 def mode_of(text: str) -> Mode:
     """The mode of a `Mode.text`, or of a name that `kvq.mode` knows."""
@@ -265,7 +272,7 @@ def paged_attention(
     tier: str | None,
 ) -> list[Tensor]:
     """`kvq.paged_attention`: the output and, with `return_lse`, the log-sum-exp."""
-    found = find_tier("query", query, "paged_attention", tier).paged_attention(
+    found = attention_tier(query, tier).paged_attention(
         query,
         _paged(key_codes, key_words, key_mode, key_layout),
         _paged(value_codes, value_words, value_mode, value_layout),

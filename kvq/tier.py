@@ -413,6 +413,33 @@ def _check_blocks(
                 )
 
 
+def check_merge(parts: Sequence[AttentionOutput], sink_logits: Tensor | None) -> None:
+    """The argument rules of `merge_attention`.
+
+    Raises:
+        TypeError, ValueError: A rule is broken; the message names argument, rule and value.
+    """
+    if not parts:
+        raise ValueError("parts must hold at least one attention output, got none")
+    like_output, like_lse = parts[0]
+    check_dtype("output", check_tensor("output", like_output), *INPUT_DTYPES, torch.float64)
+    check_dtype("log_sum_exp", check_tensor("log_sum_exp", like_lse), torch.float32, torch.float64)
+    check_shape("log_sum_exp", like_lse, tuple(like_output.shape[:-1]), "[tokens, heads]")
+    check_same_device("log_sum_exp", like_lse, "output", like_output)
+    for output, lse in parts[1:]:
+        for argument, value, like in (
+            ("output", output, like_output),
+            ("log_sum_exp", lse, like_lse),
+        ):
+            check_dtype(argument, check_tensor(argument, value), like.dtype)
+            check_shape(argument, value, tuple(like.shape), "as in the first part,")
+            check_same_device(argument, value, "the first part", like)
+    if sink_logits is not None:
+        check_dtype("sink_logits", check_tensor("sink_logits", sink_logits), torch.float32)
+        check_shape("sink_logits", sink_logits, tuple(like_lse.shape[-1:]), "[query heads]")
+        check_same_device("sink_logits", sink_logits, "parts", like_lse)
+
+
 class Tier(Protocol):
     """The functions of a tier; see `kvq.reference` for what each means."""
 

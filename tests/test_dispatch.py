@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kvq
 from kvq import reference
-from kvq.operators import find_tier
-from kvq.tier import PagedKV, Tier, new_paged_kv
+from kvq.operators import attention_tier, find_tier
+from kvq.tier import AttentionOutput, PagedKV, Tier, new_paged_kv
 
 FUNCTIONS = [name for name in vars(Tier) if not name.startswith("_")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,7 +25,22 @@ def cache(device: str = "cpu") -> PagedKV:
     return new_paged_kv(2, 4, 3, 64, kvq.mode("int4"), device=device)
 
 
-#: The write path, called with rows `[5, 3, 64]` on some device; the name of what is looked at.
+def attention(x: Tensor, **how: Any) -> Any:
+    """Rows `[5, 3, 64]` as the queries of one sequence of five tokens."""
+    device = x.device
+    return kvq.paged_attention(
+        x,
+        cache(device.type),
+        cache(device.type),
+        torch.arange(2, device=device).view(1, 2),
+        torch.arange(5, 6, device=device),
+        torch.arange(0, 6, 5, device=device),
+        scale=1.0,
+        **how,
+    )
+
+
+#: Every function, called with rows `[5, 3, 64]` on some device; the name of what is looked at.
 CALLS: dict[str, tuple[str, Callable[..., Any]]] = {
     "quantize": ("x", lambda x, **how: kvq.quantize(x, "int4", **how)),
     "dequantize": (
@@ -60,7 +75,16 @@ CALLS: dict[str, tuple[str, Callable[..., Any]]] = {
             cache(x.device.type), torch.tensor([[0, 1]], device=x.device), **how
         ),
     ),
+    "paged_attention": ("query", attention),
+    "merge_attention": (
+        "parts",
+        lambda x, **how: kvq.merge_attention([AttentionOutput(x, x.new_zeros(5, 3))], **how),
+    ),
 }
+
+
+def test_every_function_is_called() -> None:
+    assert set(CALLS) == set(FUNCTIONS)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -83,6 +107,23 @@ def test_a_tensor_on_a_gpu_goes_to_the_kernels(function: str) -> None:
     from kvq import kernels
 
     assert find_tier("x", torch.zeros(1, device="cuda"), function) is kernels
+
+
+def test_a_float64_query_goes_to_the_reference() -> None:
+    pytest.importorskip("triton")
+    query = torch.ones(5, 3, 64, device=DEVICE, dtype=torch.float64)
+    assert attention_tier(query) is reference
+    assert attention(query).dtype is torch.float64
+    assert attention(query, tier="reference").dtype is torch.float64
+    with pytest.raises(
+        TypeError,
+        match="^query must be float32, float16 or bfloat16 for the kernel tier, got float64 "
+        r'\(tier="reference" takes it\)$',
+    ):
+        attention(query, tier="kernels")
+    # Merging it is no trouble.
+    part = AttentionOutput(query, query[..., 0])
+    assert kvq.merge_attention([part], tier="kernels").output.dtype is torch.float64
 
 
 def test_there_are_two_tiers() -> None:
@@ -146,6 +187,7 @@ def test_a_device_that_the_kernels_do_not_work_on(function: str) -> None:
     kernels = pytest.importorskip("kvq.kernels")
     x = torch.empty(5, 3, 64, device="meta")
     codes = x.to(torch.uint8)
+    index = torch.zeros(2, dtype=torch.int64, device="meta")
     mode = kvq.mode("int4")
     calls: dict[str, Callable[[], object]] = {
         "quantize": lambda: kernels.quantize(x, mode),
@@ -159,6 +201,10 @@ def test_a_device_that_the_kernels_do_not_work_on(function: str) -> None:
         "copy_blocks": lambda: kernels.copy_blocks(
             cache("meta"), torch.zeros(1, 2, dtype=torch.int64, device="meta"), check=False
         ),
+        "paged_attention": lambda: kernels.paged_attention(
+            x, cache("meta"), cache("meta"), index[None], index[:1], index, scale=1.0, check=False
+        ),
+        "merge_attention": lambda: kernels.merge_attention([AttentionOutput(x, x[..., 0])]),
     }
     with pytest.raises(
         ValueError,

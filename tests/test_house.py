@@ -25,6 +25,9 @@ LONGEST = 450
 LONGER = {
     "kvq/analysis/plots.py": 550,
     "kvq/integrations/capture.py": 600,
+    "kvq/kernels/attention.py": 600,
+    "kvq/kernels/attention_loop.py": 1000,
+    "kvq/kernels/operands.py": 600,
     "kvq/kernels/quantize.py": 600,
     "kvq/reference/lloyd_max.py": 650,
     "kvq/tier.py": 500,
@@ -180,14 +183,29 @@ def test_the_reference_is_a_tier(name: str) -> None:
 
 
 def public_functions(path: Path) -> dict[str, str]:
-    """The public functions of a file (those of Triton aside) and their signatures, as text."""
-    return {
-        node.name: f"({ast.unparse(node.args)}) -> {node.returns and ast.unparse(node.returns)}"
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef)
-        and not node.name.startswith("_")
-        and not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-    }
+    """The public functions of a file (those of Triton aside) and their signatures, as text.
+
+    What `__all__` hands on from another file of the room is one of them.
+    """
+    found, handed_on = {}, set()
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    for node in body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            handed_on = set(ast.literal_eval(node.value))
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and handed_on:
+            other = ROOT / f"{str(node.module).replace('.', '/')}.py"
+            names = handed_on & {alias.name for alias in node.names}
+            if names and other.parent == path.parent:
+                found |= {k: v for k, v in public_functions(other).items() if k in names}
+        if (
+            isinstance(node, ast.FunctionDef)
+            and not node.name.startswith("_")
+            and not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        ):
+            returns = node.returns and ast.unparse(node.returns)
+            found[node.name] = f"({ast.unparse(node.args)}) -> {returns}"
+    return found
 
 
 FACING = [

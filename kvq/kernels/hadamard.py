@@ -39,7 +39,7 @@ def sign_words(head_dim: int, rotation: Rotation, padded: int) -> tuple[tuple[in
     """
     words = []
     for round_index in range(rotation.rounds):
-        positive = [True] * padded
+        positive = [True] * max(32, padded)
         if rotation.random_signs:
             generator = torch.Generator(device="cpu")
             generator.manual_seed((rotation.seed + round_index * ROUND_SEED_STEP) % 2**64)
@@ -50,7 +50,7 @@ def sign_words(head_dim: int, rotation: Rotation, padded: int) -> tuple[tuple[in
         words.append(
             tuple(
                 sum(1 << i for i in range(32) if positive[start + i])
-                for start in range(0, padded, 32)
+                for start in range(0, len(positive), 32)
             )
         )
     return tuple(words)

@@ -15,10 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvq.checks import check_dtype, check_same_device, check_shape, check_tensor
 from kvq.reference.exact import dequantize_exact
 from kvq.reference.quantize import dequantize
-from kvq.tier import AttentionFeatures, AttentionOutput, PagedKV, as_hnd, check_attention
+from kvq.tier import (
+    AttentionFeatures,
+    AttentionOutput,
+    PagedKV,
+    as_hnd,
+    check_attention,
+    check_merge,
+)
 
 #: Logits in memory at once, beyond which queries are taken in several chunks.
 LOGITS_AT_ONCE = 2**22
@@ -259,33 +265,17 @@ def merge_attention(
         What `paged_attention` gives for the union.
 
     Raises:
-        TypeError: Dtypes differ, or `sink_logits` is not float32.
+        TypeError: Dtypes differ, an output is not of floating point, or `sink_logits` is not
+            float32.
         ValueError: There are no parts, or shapes or devices differ.
 
     Exactness: exact but for rounding; a part in half precision was rounded already. Computed in
     the dtype of the log-sum-exp.
     """
-    if not parts:
-        raise ValueError("parts must hold at least one attention output, got none")
-    like_output, like_lse = parts[0]
-    check_dtype("log_sum_exp", like_lse, torch.float32, torch.float64)
-    check_shape("log_sum_exp", like_lse, tuple(like_output.shape[:-1]), "[tokens, heads]")
-    for output, lse in parts[1:]:
-        for argument, value, like in (
-            ("output", output, like_output),
-            ("log_sum_exp", lse, like_lse),
-        ):
-            check_dtype(argument, value, like.dtype)
-            check_shape(argument, value, tuple(like.shape), "as in the first part,")
-            check_same_device(argument, value, "the first part", like)
-    if sink_logits is not None:
-        check_dtype("sink_logits", check_tensor("sink_logits", sink_logits), torch.float32)
-        check_shape("sink_logits", sink_logits, tuple(like_lse.shape[-1:]), "[query heads]")
-        check_same_device("sink_logits", sink_logits, "parts", like_lse)
-
+    check_merge(parts, sink_logits)
     logits = torch.stack([lse for _, lse in parts], dim=-1)  # [T, Hq, parts]
     outputs = torch.stack([output for output, _ in parts], dim=-2)  # [T, Hq, parts, Dv]
     visible = logits != -math.inf
     weights, log_sum_exp = _softmax(logits, visible, sink_logits)
     mean = (weights[..., None] * outputs.where(visible[..., None], 0.0)).sum(-2)
-    return AttentionOutput(mean.to(like_output.dtype), log_sum_exp)
+    return AttentionOutput(mean.to(outputs.dtype), log_sum_exp)
