@@ -141,6 +141,7 @@ def paged_attention(
     scale: float,
     features: AttentionFeatures = AttentionFeatures(),  # noqa: B008 (frozen)
     return_lse: bool = False,
+    max_query_len: int | None = None,
     check: bool | None = None,
     tier: TierName | None = None,
 ) -> Tensor | AttentionOutput:
@@ -162,6 +163,7 @@ def paged_attention(
             features.logit_bias,
             features.first_key,
             return_lse,
+            max_query_len,
             check,
             tier,
         )
@@ -176,6 +178,7 @@ def paged_attention(
         scale=scale,
         features=features,
         return_lse=return_lse,
+        max_query_len=max_query_len,
         check=check,
     )
 

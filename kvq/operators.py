@@ -268,6 +268,7 @@ def paged_attention(
     logit_bias: Tensor | None,
     first_key: Tensor | None,
     return_lse: bool,
+    max_query_len: int | None,
     check: bool | None,
     tier: str | None,
 ) -> list[Tensor]:
@@ -290,6 +291,7 @@ def paged_attention(
             first_key,
         ),
         return_lse=return_lse,
+        max_query_len=max_query_len,
         check=check,
     )
     return [found] if isinstance(found, Tensor) else list(found)
@@ -318,6 +320,7 @@ def _(
     logit_bias: Tensor | None,
     first_key: Tensor | None,
     return_lse: bool,
+    max_query_len: int | None,
     check: bool | None,
     tier: str | None,
 ) -> list[Tensor]:

@@ -335,6 +335,7 @@ def check_attention(
     query_start_loc: Tensor,
     scale: float,
     features: AttentionFeatures,
+    max_query_len: int | None,
     check: bool | None,
 ) -> None:
     """The argument rules of `paged_attention`; `check` as `checks_values` takes it.
@@ -366,9 +367,11 @@ def check_attention(
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     features.check(query, num_sequences)
+    if max_query_len is not None and max_query_len < 1:
+        raise ValueError(f"max_query_len must be at least 1, got {max_query_len}")
     if not checks_values(check, query):
         return
-    _check_starts(query_start_loc.tolist(), num_tokens)
+    _check_starts(query_start_loc.tolist(), num_tokens, max_query_len)
     lengths = seq_lens.tolist()
     _check_blocks(block_table, lengths, num_blocks, block_size)
     if features.logit_bias is not None and features.logit_bias.shape[2] < max(lengths, default=0):
@@ -378,12 +381,17 @@ def check_attention(
         )
 
 
-def _check_starts(starts: list[int], num_tokens: int) -> None:
+def _check_starts(starts: list[int], num_tokens: int, max_query_len: int | None) -> None:
     if starts[0] != 0:
         raise ValueError(f"query_start_loc must start at 0, got {starts[0]}")
     for before, after in pairwise(starts):
         if after < before:
             raise ValueError(f"query_start_loc must not decrease, got {after} after {before}")
+        if max_query_len is not None and after - before > max_query_len:
+            raise ValueError(
+                f"query_start_loc must give a sequence at most max_query_len ({max_query_len}) "
+                f"queries, got {after - before}"
+            )
     if starts[-1] != num_tokens:
         raise ValueError(
             f"query_start_loc must end at the number of query tokens ({num_tokens}), "
@@ -480,6 +488,7 @@ class Tier(Protocol):
         scale: float,
         features: AttentionFeatures = AttentionFeatures(),
         return_lse: bool = False,
+        max_query_len: int | None = None,
         check: bool | None = None,
     ) -> Tensor | AttentionOutput: ...
 

@@ -231,7 +231,8 @@ def test_bench_shows_and_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.Monk
     out = tmp_path / "write.json"
     arguments = ("bench", "write", "--mode", "int4", "--tokens", 32, "--out", out)
     table = run(*arguments).stdout
-    assert "Paged write of 32 tokens" in table
+    assert "Paged write" in table
+    assert " 32 " in table
     assert table.count("int4_per_token_head") == 2
     assert "0.625" in table
     records = run_json(*arguments)
@@ -250,4 +251,4 @@ def test_bench_on_a_gpu() -> None:
         assert record["tokens"] == 4096
         assert record["ms"] > 0
         assert record["ratio"] == pytest.approx(record["ms"] / record["bf16_ms"])
-    assert "must be a positive multiple of 16" in error("bench", "write", "--tokens", 17)
+    assert "must be at least 1" in error("bench", "write", "--tokens", 0)

@@ -73,7 +73,7 @@ def bench_write(
 
     Args:
         modes: What to time.
-        tokens: T, a multiple of `block_size`; blocks are in random order.
+        tokens: T; blocks are in random order.
         heads: KV heads.
         head_dim: D, a power of two.
         block_size: Tokens of a page.
@@ -84,12 +84,12 @@ def bench_write(
         A row for the plain paged write, and one for each mode.
 
     Raises:
-        ValueError: There is no CUDA device, or `tokens` does not fill whole blocks.
+        ValueError: There is no CUDA device, or `tokens` is not positive.
     """
     if not torch.cuda.is_available():
         raise ValueError("device must be a CUDA device to be timed, got none")
-    if tokens < 1 or tokens % block_size:
-        raise ValueError(f"tokens must be a positive multiple of {block_size}, got {tokens}")
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1, got {tokens}")
     generator = torch.Generator(device="cuda").manual_seed(seed)
     key, value = (
         torch.randn(
@@ -97,15 +97,16 @@ def bench_write(
         )
         for _ in range(2)
     )
-    blocks = tokens // block_size
+    blocks = -(-tokens // block_size)
     order = torch.randperm(blocks, generator=generator, device="cuda")
     slots = (order[:, None] * block_size + torch.arange(block_size, device="cuda")).flatten()
-    pages = [torch.empty_like(key).view(blocks, heads, block_size, head_dim) for _ in range(2)]
+    slots = slots[:tokens]
+    pages = [key.new_empty((blocks, heads, block_size, head_dim)) for _ in range(2)]
     plain = time_call(lambda: paged_copy(key, value, pages[0], pages[1], slots))
 
     def copy() -> None:
-        pages[0].view(-1).copy_(key.view(-1))
-        pages[1].view(-1).copy_(value.view(-1))
+        pages[0].view(-1)[: key.numel()].copy_(key.view(-1))
+        pages[1].view(-1)[: key.numel()].copy_(value.view(-1))
 
     rows = 2 * tokens * heads
     read = rows * head_dim * 2

@@ -4,45 +4,100 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
-from kvq.commands.output import Json, print_json, print_table
-from kvq.modes import MODES
+from kvq.commands.output import Json, print_json, print_table, say
+from kvq.modes import MODES, Mode
 from kvq.modes import mode as resolve_mode
+from kvq.scale_word import StoredWord
 from kvq.tier import Layout
 
-EXAMPLES: Final = ("kvq bench write", "kvq bench write --mode int4 --tokens 65536 --json")
+EXAMPLES: Final = (
+    "kvq bench write",
+    "kvq bench write --mode int4 --tokens 65536 --tokens 16 --json",
+    "kvq bench decode --mode int4 --out results/decode-h200.json",
+)
 
 
 def command(
     *,
-    what: Annotated[str, typer.Argument(help="What to time: write.")],
+    what: Annotated[str, typer.Argument(help="What to time: write or decode.")],
     mode: Annotated[list[str] | None, typer.Option(help="A mode; all, if none is given.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of a write.")] = 65_536,
+    tokens: Annotated[list[int] | None, typer.Option(help="Tokens of a write: 65536.")] = None,
     out: Annotated[Path | None, typer.Option(help="Keep the rows in this JSON file.")] = None,
     json: Json = False,
 ) -> None:
-    """Time the paged write on the GPU, beside a bf16 paged write and a device copy.
+    """Time the kernels on the GPU, beside their peers in bf16 in the same run.
 
-    A ratio below 1 is faster than the plain bf16 paged write of the same tokens in the same run.
+    `write` times the paged write beside a plain bf16 paged write and a device copy; `decode` times
+    attention over packed caches beside attention over bf16 keys and values and a pass that only
+    reads. A ratio below 1 is faster than bf16.
     """
-    if what != "write":
-        raise ValueError(f"what must be write, got {what!r}")
-    from kvq.analysis.results import write_result
-    from kvq.analysis.throughput import bench_write
-
+    if what not in ("write", "decode"):
+        raise ValueError(f"what must be write or decode, got {what!r}")
     modes = [resolve_mode(name) for name in mode] if mode else list(MODES.values())
-    rows = [row for layout in Layout for row in bench_write(modes, tokens, layout=layout)]
+    rows = _write(modes, tokens or [65_536]) if what == "write" else _decode(modes, not mode)
     records = [row._asdict() for row in rows]
     if out is not None:
-        write_result(out, "kvq-bench-write/1", " ".join(["kvq", *sys.argv[1:]]), records)
+        from kvq.analysis.results import write_result
+
+        write_result(out, f"kvq-bench-{what}/1", " ".join(["kvq", *sys.argv[1:]]), records)
     if json:
         print_json(records)
+    elif what == "write":
+        print_table(
+            "Paged write of keys and values, 8 heads x 128, bf16 in",
+            ("tokens", "layout", "ratio", "share of copy", "ms", "mode"),
+            [(r.tokens, r.layout, r.ratio, r.share_of_copy, r.ms, r.mode) for r in rows],
+        )
     else:
         print_table(
-            f"Paged write of {tokens} tokens x 8 heads x 128, keys and values, bf16 in",
-            ("layout", "ratio", "share of copy", "ms", "mode"),
-            [(r.layout, r.ratio, r.share_of_copy, r.ms, r.mode) for r in rows],
+            "Attention of 32 query heads over 8 packed KV heads x 128",
+            ("batch", "context", "queries", "block", "layout", "ratio", "share of read", "mode"),
+            [
+                (
+                    r.batch,
+                    r.context,
+                    r.query_tokens,
+                    r.block_size,
+                    r.layout,
+                    r.ratio,
+                    r.share_of_read,
+                    r.key_mode,
+                )
+                for r in rows
+            ],
         )
+
+
+def _write(modes: list[Mode], tokens: list[int]) -> list[Any]:
+    from kvq.analysis.throughput import bench_write
+
+    return [
+        row
+        for count in tokens
+        for order in Layout
+        for row in bench_write(modes, count, layout=order)
+    ]
+
+
+def _decode(modes: list[Mode], everything: bool) -> list[Any]:
+    """The table of shapes for each mode; with everything also what is about them, for one."""
+    from kvq.analysis import decode_throughput as decode
+
+    def watch(line: str) -> None:
+        say(line)
+
+    rows = decode.bench_decode([(one, one) for one in modes], watch=watch)
+    if everything:
+        seed = [(one, one) for one in modes[:4]]
+        rows += decode.bench_decode(
+            seed, decode.SHAPES[:1], ((Layout.NHD, 16), (Layout.NHD, 64)), watch=watch
+        )
+        shapes = (*decode.VERIFY_SHAPES, decode.PREFILL_SHAPE)
+        rows += decode.bench_decode(seed, shapes, ((Layout.HND, 64),), watch=watch)
+        int4 = [(one, one) for one in modes if one.word is StoredWord.FLOAT32_ZERO_POINT]
+        rows += decode.bench_decode(int4, decode.BATCHES, ((Layout.HND, 64),), watch=watch)
+    return rows

@@ -294,6 +294,7 @@ def paged_attention(
     scale: float,
     features: AttentionFeatures = AttentionFeatures(),  # noqa: B008 (frozen)
     return_lse: bool = False,
+    max_query_len: int | None = None,
     check: bool | None = None,
 ) -> Tensor | AttentionOutput:
     """Triton mirror of `kvq.reference.paged_attention`.
@@ -310,6 +311,7 @@ def paged_attention(
         query_start_loc,
         scale,
         features,
+        max_query_len,
         check,
     )
     if query.dtype not in ACCURACY:
@@ -395,7 +397,7 @@ def paged_attention(
     longest = block_table.shape[1] * block_size
     row_bytes = max(key_codes.shape[3], value_codes.shape[3])
     for plan in launch.attention_plans(
-        num_heads // kv_heads, num_tokens, row_bytes, max(head_dim, value_dim)
+        num_heads // kv_heads, min(num_tokens, max_query_len or num_tokens), row_bytes, max(head_dim, value_dim)
     ):
         spec = LoopSpec(
             key=key_side,

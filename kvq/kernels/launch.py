@@ -244,15 +244,15 @@ ATTENTION_REGISTERS: Final = 168
 
 
 def attention_plans(
-    group: int, num_tokens: int, row_bytes: int, head_dim: int
+    group: int, most_queries: int, row_bytes: int, head_dim: int
 ) -> list[AttentionPlan]:
-    """The launches that a batch of `num_tokens` queries may need.
+    """The launches that a batch may need.
 
     A sequence's own number of queries decides which of them it is part of.
 
     Args:
         group: Query heads of a KV head.
-        num_tokens: T.
+        most_queries: That a sequence may have.
         row_bytes: Bytes of the codes of a row, of the larger side.
         head_dim: Of the larger side.
     """
@@ -262,7 +262,7 @@ def attention_plans(
     heads = min(group, MOST_COLUMNS)
     plans = []
     for fewest, most in ((1, 1), (2, MOST_DECODED), (MOST_DECODED + 1, 2**31 - 1)):
-        if num_tokens < fewest:
+        if most_queries < fewest:
             continue
         tokens = min(most, max(1, MOST_COLUMNS // heads))
         columns = max(4, triton.next_power_of_2(tokens * heads))

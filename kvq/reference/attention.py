@@ -41,6 +41,7 @@ def paged_attention(
     scale: float,
     features: AttentionFeatures = AttentionFeatures(),  # noqa: B008 (frozen)
     return_lse: bool = False,
+    max_query_len: int | None = None,
     check: bool | None = None,
 ) -> Tensor | AttentionOutput:
     """Causal attention of new tokens over a quantized, paged cache that already holds them.
@@ -75,6 +76,9 @@ def paged_attention(
         scale: Multiplies `q.k`; usually `1 / sqrt(D)`.
         features: Whatever is more than causal softmax.
         return_lse: Return the log-sum-exp as well.
+        max_query_len: A promise that no sequence has more queries than this: 1 when each adds one
+            token. Kernels leave out what is for more. It changes no bit; where it is broken and
+            not checked, the output of the sequence is undefined.
         check: Look at the values of `block_table`, `seq_lens` and `query_start_loc`, and at the
             length of `logit_bias`; by default on the CPU only. Without it a sequence whose row of
             `block_table` is too short, or names a block that does not exist, gives NaN for output
@@ -102,6 +106,7 @@ def paged_attention(
         query_start_loc,
         scale,
         features,
+        max_query_len,
         check,
     )
     key_words, value_codes = as_hnd(key_cache)[1], as_hnd(value_cache)[0]

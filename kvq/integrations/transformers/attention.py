@@ -186,6 +186,7 @@ def _paged(
         scale=scale,
         features=features,
         return_lse=with_lse,
+        max_query_len=len(rows) // len(seq_lens),
         check=False,
     )
     return AttentionOutput(*found) if with_lse else found
