@@ -18,18 +18,13 @@ from torch import Tensor
 
 from kvq.checks import dtype_name
 from kvq.kernels import launch
-from kvq.kernels.attention_loop import (
-    LOG2_E,
-    LoopSpec,
-    attend_kernel,
-    find_sequence,
-    key_range,
-    plan_splits,
-)
+from kvq.kernels.attention_loop import LoopSpec, attend_kernel
+from kvq.kernels.attention_pages import find_sequence, key_range, plan_splits
+from kvq.kernels.attention_tile import LOG2_E
 from kvq.kernels.hadamard import RotationSpec, rotate, sign_words, unrotate
 from kvq.kernels.merge import merge_attention
 from kvq.kernels.operands import SideSpec, side_spec
-from kvq.kernels.rows import load_rows, pick
+from kvq.kernels.rows import load_rows, not_finite, pick
 from kvq.kernels.scaling import round_to_bfloat16
 from kvq.modes import Rotation
 from kvq.tier import AttentionFeatures, AttentionOutput, PagedKV, as_hnd, check_attention
@@ -204,7 +199,7 @@ def _combine_kernel(
         first_key = tl.load(first_key_ptr + sequence).to(tl.int32)
     first_token = token // TOKENS * TOKENS
     start, end = key_range(seq_len, length - q_len, first_token, q_len, first_key, SPEC)
-    keys, splits = plan_splits(end - start, SPEC)
+    _keys, splits = plan_splits(end - start, SPEC)
     splits = tl.where(length > 0, splits, 0)
 
     if EARLY:
@@ -232,8 +227,8 @@ def _combine_kernel(
         part = tl.load(at, mask=(w > 0)[:, None], other=0.0)
         mean += tl.sum(part * w[:, None], 0)
         weight += tl.sum(w, 0)
-    # A NaN is seen.
-    seen = seen | (weight != weight)
+    # A sum that is NaN is of something seen.
+    seen = seen | not_finite(weight.to(tl.float32))
     denominator = weight + tl.exp2(sink - peak)
     mean = mean * (pick(VALUE, "fold") / tl.where(seen, denominator, 1.0))
     # From the order of streams to that of channels.
@@ -397,7 +392,10 @@ def paged_attention(
     longest = block_table.shape[1] * block_size
     row_bytes = max(key_codes.shape[3], value_codes.shape[3])
     for plan in launch.attention_plans(
-        num_heads // kv_heads, min(num_tokens, max_query_len or num_tokens), row_bytes, max(head_dim, value_dim)
+        num_heads // kv_heads,
+        min(num_tokens, max_query_len or num_tokens),
+        row_bytes,
+        max(head_dim, value_dim),
     ):
         spec = LoopSpec(
             key=key_side,

@@ -1,8 +1,7 @@
 """The loop of `kvq.kernels.attention`: one program takes some queries of a KV head over some keys.
 
-Products are transposed: scores are `[keys, columns]` and the sum of values `[channels, columns]`,
-where a column is one query of one head. So packed rows are the operand that comes straight from
-registers, and a few queries fill the narrow side of the matrix unit.
+Products are transposed: packed rows are the operand that comes straight from registers, and a few
+queries fill the narrow side of the matrix unit.
 """
 
 from __future__ import annotations
@@ -12,16 +11,26 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from kvq.kernels.operands import SideSpec, decode_words, digit_operands, operands
+from kvq.kernels.attention_pages import (
+    bad_entries,
+    find_sequence,
+    key_range,
+    load_side,
+    load_words,
+    look_up_pages,
+    moved,
+    pages_of_tile,
+    plan_splits,
+    value_order,
+)
+from kvq.kernels.attention_tile import (
+    NO_LOGIT,
+    attend_tile,
+    query_operand,
+    room_of,
+)
+from kvq.kernels.operands import SideSpec
 from kvq.kernels.rows import pick
-
-#: Smaller than any logit, and finite: differences with it are not NaN.
-NO_LOGIT = tl.constexpr(-3.0e38)
-#: Logits are not taken below this, so that a row of them still has a largest one.
-LEAST_LOGIT = tl.constexpr(-1.0e37)
-LOG2_E = tl.constexpr(1.4426950408889634)
-#: Weights times scales are brought to below 2^15, the room of a float16: 14, plus twice the bias.
-WEIGHT_BITS = tl.constexpr(254 + 14)
 
 
 @dataclass(frozen=True)
@@ -75,489 +84,10 @@ class LoopSpec:
         return self.block_size % self.piece == 0
 
 
-@triton.jit
-def dot(a, b, c, WIDE: tl.constexpr, PTX: tl.constexpr):
-    """`a @ b + c`."""
-    if WIDE:
-        r = c + tl.sum(a[:, :, None] * b[None, :, :], 1)
-    elif PTX:
-        r = tl.dot(a, b, c)
-    else:
-        r = tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="ieee")
-    return r
-
-
-@triton.jit
-def plan_splits(span, SPEC: tl.constexpr):
-    """Keys of a split and the number of splits of `span` keys: of that span alone."""
-    TILE: tl.constexpr = pick(SPEC, "tile")
-    keys = tl.cdiv(tl.cdiv(span, pick(SPEC, "splits")), TILE) * TILE
-    keys = tl.minimum(tl.maximum(keys, pick(SPEC, "least_split")), pick(SPEC, "most_split"))
-    return keys, tl.maximum(tl.cdiv(span, keys), 1)
-
-
-@triton.jit
-def key_range(seq_len, context, first_token, q_len, first_key, SPEC: tl.constexpr):
-    """The keys that queries from `first_token` on see: start (whole tiles) and end."""
-    TILE: tl.constexpr = pick(SPEC, "tile")
-    last = tl.minimum(first_token + pick(SPEC, "tokens"), q_len) - 1
-    end = tl.minimum(seq_len, context + last + 1)
-    start = tl.maximum(first_key, 0)
-    if pick(SPEC, "window") > 0:
-        start = tl.maximum(start, context + first_token - pick(SPEC, "window") + 1)
-    start = tl.minimum(start, tl.maximum(end, 0)) // TILE * TILE
-    return start, tl.maximum(end, start)
-
-
-@triton.jit
-def tanh(x):
-    """Hyperbolic tangent, accurate relative to its value."""
-    square = x * x
-    small = x * (
-        1.0
-        + square
-        * (
-            -0.3333333333333333
-            + square
-            * (
-                0.13333333333333333
-                + square * (-0.05396825396825397 + square * 0.021869488536155203)
-            )
-        )
-    )
-    large = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E)))
-    return tl.where(tl.abs(x) < 0.2, small, large)
-
-
-@triton.jit
-def _load(lanes, row, live, ONE_PAGE: tl.constexpr, AXIS: tl.constexpr, WHOLE: tl.constexpr):
-    """Integers at `lanes` plus a row offset: one for all, or one for each key (along `AXIS`)."""
-    if ONE_PAGE:
-        at = lanes + row
-    elif AXIS == 0:
-        at = lanes + row[:, None]
-    else:
-        at = lanes + row[None, :]
-    if WHOLE:
-        x = tl.load(at)
-    else:
-        x = tl.load(at, mask=live, other=0)
-    return x
-
-
-@triton.jit
-def _offset(page, num_blocks):
-    """A block's number as 64 bits; unsigned, which widens for nothing.
-
-    What names no block is read as the last one: the output is NaN then, whatever is read.
-    """
-    page = tl.minimum(page.to(tl.uint32, bitcast=True), (num_blocks - 1).to(tl.uint32))
-    return page.to(tl.int64)
-
-
 @triton.constexpr_function
-def _pages_of_tile(spec):
-    """Pages that are looked up for a tile: one, one each so many keys, or one for each piece."""
-    if not spec.one_page:
-        return spec.tile // spec.piece
-    if spec.block_size % spec.tile == 0:
-        return 1
-    step = spec.block_size if spec.tile % spec.block_size == 0 else spec.piece
-    return spec.tile // step
-
-
-@triton.jit
-def _pages(
-    table,
-    t,
-    last,
-    SPEC: tl.constexpr,
-    PAST: tl.constexpr,
-    ORDERED: tl.constexpr = False,
-):
-    """The pages of the tile at `t`; entries past `last` are replaced by it.
-
-    One by one they are those of keys as they come, or of the rows of a value operand.
-    """
-    BS: tl.constexpr = pick(SPEC, "block_size")
-    STEP: tl.constexpr = pick(SPEC, "tile") // _pages_of_tile(SPEC)
-    pages = ()
-    for i in tl.static_range(_pages_of_tile(SPEC)):
-        if pick(SPEC, "one_page"):
-            entry = (t + i * STEP) // BS
-        else:
-            key = tl.arange(0, STEP)
-            if ORDERED:
-                key = value_order(key, pick(SPEC, "ptx"))
-            entry = (t + i * STEP + key) // BS
-        if PAST:
-            entry = tl.minimum(entry, last)
-        pages = pages + (tl.load(table + entry).to(tl.int32),)
-    return pages
-
-
-@triton.jit
-def _rows(
-    pages, t, num_blocks, block, token, I: tl.constexpr, SPEC: tl.constexpr, ORDERED: tl.constexpr = False
-):
-    """The offset of piece `I` of the tile at `t`: of its first key, or of each key."""
-    BS: tl.constexpr = pick(SPEC, "block_size")
-    TILE: tl.constexpr = pick(SPEC, "tile")
-    PIECE: tl.constexpr = pick(SPEC, "piece")
-    PAGE: tl.constexpr = I * PIECE // (TILE // _pages_of_tile(SPEC))
-    if not pick(SPEC, "one_page"):
-        key = tl.arange(0, PIECE)
-        if ORDERED:
-            key = value_order(key, pick(SPEC, "ptx"))
-        inside = (t + I * PIECE + key) % BS
-    elif TILE % BS == 0:
-        # A tile starts with a page.
-        inside = I * PIECE % BS
-    elif BS % TILE == 0:
-        inside = t % BS + I * PIECE
-    else:
-        inside = (t + I * PIECE) % BS
-    return _offset(pages[PAGE], num_blocks) * block + inside * token
-
-
-@triton.jit
-def _load_side(
-    side,
-    pages,
-    t,
-    num_blocks,
-    block,
-    token,
-    SIDE: tl.constexpr,
-    AXIS: tl.constexpr,
-    SPEC: tl.constexpr,
-):
-    """The integers of the pieces of a tile, and their high bits: channels along the other axis."""
-    WHOLE: tl.constexpr = pick(SIDE, "count") == pick(SIDE, "padded")
-    ONE_PAGE: tl.constexpr = pick(SPEC, "one_page")
-    UNIT: tl.constexpr = pick(SIDE, "unit_bytes")
-    at, high_at, live, unit = side
-    tiles = ()
-    highs = ()
-    for i in tl.static_range(pick(SPEC, "tile") // pick(SPEC, "piece")):
-        row = _rows(pages, t, num_blocks, block, token, i, SPEC, AXIS == 1)
-        x = _load(at, row, live, ONE_PAGE, AXIS, WHOLE)
-        if UNIT == 1 and not pick(SIDE, "digits"):
-            x = x.to(tl.int16)
-        high = x
-        if pick(SIDE, "bits") == 3:
-            high = _load(high_at, row * UNIT, live, ONE_PAGE, AXIS, WHOLE).to(tl.int32)
-            if UNIT == 1:
-                high = high >> (unit % 2 * 4)
-        tiles = tiles + (x,)
-        highs = highs + (high,)
-    return tiles, highs
-
-
-@triton.jit
-def _words(lanes, pages, t, num_blocks, block, token, SPEC: tl.constexpr):
-    """The stored words of the pieces of a tile, `[PIECE]` each."""
-    words = ()
-    for i in tl.static_range(pick(SPEC, "tile") // pick(SPEC, "piece")):
-        words = words + (tl.load(lanes + _rows(pages, t, num_blocks, block, token, i, SPEC)),)
-    return words
-
-
-@triton.jit
-def _scores(streams, query, SPEC: tl.constexpr):
-    """`[PIECE, COLUMNS]`: products of levels and queries."""
-    PIECE: tl.constexpr = pick(SPEC, "piece")
-    COLUMNS: tl.constexpr = pick(SPEC, "columns")
-    PARTS: tl.constexpr = pick(SPEC, "parts")
-    WIDE: tl.constexpr = pick(SPEC, "wide")
-    if PARTS == 4:
-        s = tl.zeros([PIECE, COLUMNS * PARTS], tl.int32)
-        for j in tl.static_range(len(streams)):
-            s = tl.dot(streams[j], query[j], s, out_dtype=tl.int32)
-        low, high = tl.split(s.reshape(PIECE, 2, 2 * COLUMNS).permute(0, 2, 1))
-        even, odd = tl.split(low.reshape(PIECE, COLUMNS, 2))
-        s = (odd * 128 + even).to(tl.float32)
-        even, odd = tl.split(high.reshape(PIECE, COLUMNS, 2))
-        s = s + (odd * 128 + even).to(tl.float32) * 16384.0
-    else:
-        s = tl.zeros([PIECE, COLUMNS * PARTS], tl.float64 if WIDE else tl.float32)
-        for j in tl.static_range(len(streams)):
-            s = dot(streams[j], query[j], s, WIDE, pick(SPEC, "ptx"))
-        if PARTS == 2:
-            high, low = tl.split(s.reshape(PIECE, COLUMNS, 2))
-            s = high + low
-    return s
-
-
-@triton.jit
-def _as_operand(weights):
-    """The same float16 `[keys, columns]`, from the registers of a result to those of an operand.
-
-    The matrix unit gives a thread neighbors along columns and wants neighbors along keys: blocks
-    of 8 x 8 are transposed between threads, and named anew. Keys come out in the order of
-    `value_order`, in which Triton counts those of a thread's operand.
-    """
-    KEYS: tl.constexpr = weights.shape[0]
-    COLUMNS: tl.constexpr = weights.shape[1]
-    y = tl.inline_asm_elementwise(
-        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
-        "=r,r",
-        [weights],
-        dtype=tl.float16,
-        is_pure=True,
-        pack=2,
-    )
-    # Register b of a thread with neighbors 2c and 2c + 1 holds keys 8b + 2c and the next.
-    y = y.reshape(KEYS // 16, 2, 8, COLUMNS // 8, 4, 2).permute(0, 4, 1, 5, 3, 2)
-    return y.reshape(KEYS, COLUMNS)
-
-
-@triton.jit
-def _query_operand(x, P: tl.constexpr, N: tl.constexpr, NEAR: tl.constexpr):
-    """Shares of threads to `[channels, columns]`: a renaming of registers.
-
-    A thread's share of an operand is `NEAR` neighbors (32 bits) of each `4 * NEAR` channels; they
-    lie side by side, up to 16 bytes.
-    """
-    G: tl.constexpr = min(P, 16 * NEAR)
-    x = x.reshape(P // G, N, 4, G // (4 * NEAR), NEAR).permute(0, 3, 2, 4, 1)
-    return x.reshape(P, N)
-
-
-@triton.jit
-def value_order(key, PTX: tl.constexpr):
-    """The key of a piece whose value is row `key` of an operand."""
-    if PTX:
-        key = key // 16 * 16 + key // 2 % 2 * 8 + key % 16 // 4 * 2 + key % 2
-    return key
-
-
-@triton.jit
-def _weigh(accumulators, streams, weights, SPEC: tl.constexpr):
-    """Add `values^T @ weights` to each stream's `[channels, columns]`."""
-    PIECE: tl.constexpr = pick(SPEC, "piece")
-    COLUMNS: tl.constexpr = pick(SPEC, "columns")
-    WIDE: tl.constexpr = pick(SPEC, "wide")
-    if COLUMNS < 8 and not WIDE:
-        # A matrix unit has eight columns: every other one is of zeros.
-        weights = tl.join(weights, tl.zeros_like(weights)).reshape(PIECE, 2 * COLUMNS)
-    if pick(SPEC, "ptx"):
-        weights = _as_operand(weights)
-    sums = ()
-    for j in tl.static_range(len(streams)):
-        sums = sums + (dot(streams[j], weights, accumulators[j], WIDE, pick(SPEC, "ptx")),)
-    return sums
-
-
-@triton.jit
-def _logits(scores, words, column, SPEC: tl.constexpr):
-    """Logits without biases, times `log2(e)` unless they are capped: from raw products.
-
-    `column` is the factor and the sum of each query, both scaled.
-    """
-    SIDE: tl.constexpr = pick(SPEC, "key")
-    scale, shift = decode_words(words, SIDE)
-    factor, total, extra = column
-    x = scores * factor[None, :]
-    if pick(SIDE, "digits") and pick(SIDE, "bits") == 4 and pick(SIDE, "kind") == "affine":
-        x = x + extra[None, :]
-    if pick(SIDE, "word") == "float32_zero_point":
-        x = x + shift[:, None] * total[None, :]
-    elif pick(SIDE, "offset") != 0.0:
-        x = x - (total * (pick(SIDE, "unit") * pick(SIDE, "offset")))[None, :]
-    x = x * scale[:, None]
-    if pick(SIDE, "word") == "float16_pair":
-        x = x + shift[:, None] * total[None, :]
-    if pick(SPEC, "soft_cap") > 0:
-        cap: tl.constexpr = pick(SPEC, "soft_cap")
-        x = tanh(x) * (cap * LOG2_E)
-    return x
-
-
-@triton.jit
-def _value_scale(words, SPEC: tl.constexpr):
-    """Of rows of values `scale * (levels + shift)`: scale, and the shift where rows have their own."""
-    SIDE: tl.constexpr = pick(SPEC, "value")
-    scale, shift = decode_words(words, SIDE)
-    if pick(SPEC, "wide"):
-        scale = scale.to(tl.float64)
-        shift = shift.to(tl.float64)
-    if pick(SIDE, "word") == "float16_pair":
-        shift = shift / scale
-    return scale, shift
-
-
-@triton.jit
-def _room(scale):
-    """The power of two that brings numbers up to `scale` below 2 to `WEIGHT_BITS` plus one."""
-    exponent = (scale.to(tl.int32, bitcast=True) >> 23) & 0xFF
-    exponent = tl.minimum(tl.maximum(0 - exponent + WEIGHT_BITS, 1), 254)
-    return (exponent << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _tile(
-    state,
-    keys,
-    values,
-    key_words,
-    value_words,
-    query,
-    column,
-    tables,
-    t,
-    lo,
-    hi,
-    position,
-    biases,
-    SPEC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Softmax and sums of one tile. `state` is maxima, sums, shifts, room and accumulators."""
-    PIECE: tl.constexpr = pick(SPEC, "piece")
-    NUM: tl.constexpr = pick(SPEC, "tile") // PIECE
-    WIDE: tl.constexpr = pick(SPEC, "wide")
-    PTX: tl.constexpr = pick(SPEC, "ptx")
-    SHIFTS: tl.constexpr = pick(pick(SPEC, "value"), "shifts")
-    peak, total, shifts, largest, accumulators = state
-
-    logits = ()
-    seen = ()
-    for i in tl.static_range(NUM):
-        if pick(pick(SPEC, "key"), "digits"):
-            streams = digit_operands(keys[0][i], pick(SPEC, "key"), PTX)
-        else:
-            streams = operands(keys[0][i], keys[1][i], tables[0], pick(SPEC, "key"), PTX, WIDE)
-        x = _logits(_scores(streams, query, SPEC), key_words[i], column, SPEC)
-        if MASKED:
-            key = t + i * PIECE + tl.arange(0, PIECE)
-            x, visible = _mask(x, key, lo, hi, position, biases, SPEC)
-            seen = seen + (visible,)
-        logits = logits + (x,)
-
-    top = logits[0]
-    for i in tl.static_range(1, NUM):
-        top = tl.maximum(top, logits[i])
-    new_peak = tl.maximum(peak, tl.max(top, 0))
-    decay = tl.exp2(peak - new_peak)
-
-    scales = ()
-    moves = ()
-    reach = largest
-    for i in tl.static_range(NUM):
-        scale, shift = _value_scale(value_words[i], SPEC)
-        scales = scales + (scale,)
-        moves = moves + (shift,)
-    if WIDE:
-        room = 1.0
-        change = decay
-    else:
-        reach = tl.abs(scales[0])
-        if MASKED:
-            key = t + tl.arange(0, PIECE)
-            reach = tl.where((key >= lo) & (key < hi), reach, 0.0)
-        for i in tl.static_range(1, NUM):
-            size = tl.abs(scales[i])
-            if MASKED:
-                key = t + i * PIECE + tl.arange(0, PIECE)
-                size = tl.where((key >= lo) & (key < hi), size, 0.0)
-            reach = tl.maximum(reach, size)
-        reach = tl.maximum(largest, tl.max(reach, 0))
-        room = _room(reach)
-        change = decay * (room / _room(largest))
-
-    sums = accumulators
-    if tl.max((change != 1.0).to(tl.int32), 0) > 0:
-        total = total * decay[None, :]
-        if SHIFTS:
-            shifts = shifts * change[None, :]
-        changes = change
-        if pick(SPEC, "columns") < 8 and not WIDE:
-            changes = tl.join(change, change).reshape(2 * pick(SPEC, "columns"))
-        scaled = ()
-        for j in tl.static_range(len(sums)):
-            scaled = scaled + (sums[j] * changes[None, :],)
-        sums = scaled
-    for i in tl.static_range(NUM):
-        p = tl.exp2(logits[i] - new_peak[None, :])
-        total = total + p
-        weights = p * (scales[i] * room)[:, None]
-        if MASKED:
-            weights = tl.where(seen[i], weights, 0.0)
-        if not WIDE:
-            weights = weights.to(tl.float16)
-        if SHIFTS:
-            # The weights that the levels get: an error of theirs is then no shift of the row.
-            moved = weights.to(total.dtype)
-            if pick(pick(SPEC, "value"), "word") != "float32":
-                moved = moved * moves[i][:, None]
-                if MASKED:
-                    moved = tl.where(seen[i], moved, 0.0)
-            shifts = shifts + moved
-        streams = operands(values[0][i], values[1][i], tables[1], pick(SPEC, "value"), PTX, WIDE)
-        sums = _weigh(sums, streams, weights, SPEC)
-    return new_peak, total, shifts, reach, sums
-
-
-@triton.jit
-def _mask(x, key, lo, hi, position, biases, SPEC: tl.constexpr):
-    """Add the biases, and hide the keys that a query does not see."""
-    visible = (key >= lo)[:, None] & (key < hi)[:, None] & (key[:, None] <= position[None, :])
-    if pick(SPEC, "window") > 0:
-        visible = visible & (key[:, None] > position[None, :] - pick(SPEC, "window"))
-    if pick(SPEC, "biased"):
-        slopes = biases[0]
-        query_bias = biases[1]
-        query_bias_live = biases[2]
-        context = biases[4]
-        logit_bias = biases[5]
-        bias = tl.zeros(x.shape, tl.float32)
-        if pick(SPEC, "has_slopes"):
-            away = (key[:, None] - position[None, :]).to(tl.float32)
-            bias = bias + slopes[None, :] * away
-        if pick(SPEC, "has_query_bias"):
-            new = key - context
-            live = ((new >= 0) & (new < biases[3]))[:, None] & query_bias_live[None, :]
-            at = query_bias[None, :] + new[:, None]
-            bias = bias + tl.load(at, mask=visible & live, other=0.0)
-        if pick(SPEC, "has_logit_bias"):
-            live = (key < biases[7])[:, None] & biases[6][None, :]
-            at = logit_bias[None, :] + key[:, None]
-            bias = bias + tl.load(at, mask=visible & live, other=0.0)
-        visible = visible & (bias != float("-inf"))
-        x = x + bias * LOG2_E
-        x = tl.where(x < LEAST_LOGIT, LEAST_LOGIT, x)
-    return tl.where(visible, x, float("-inf")), visible
-
-
-@triton.jit
-def _bad_entries(table, first, last, num_blocks):
-    """Marks, `[128]`, that are not 0 if an entry from `first` to before `last` names no block."""
-    WIDTH: tl.constexpr = 128
-    bad = tl.zeros([WIDTH], tl.int32)
-    for start in range(first, last, WIDTH):
-        entry = start + tl.arange(0, WIDTH)
-        page = tl.load(table + entry, mask=entry < last, other=0)
-        bad = bad | ((page < 0) | (page >= num_blocks)).to(tl.int32)
-    return bad
-
-
-@triton.jit
-def find_sequence(query_start_ptr, num_sequences, place, TOKENS: tl.constexpr):
-    """The sequence of block `place`, if sequence `i` has its blocks from `start // TOKENS + i` on.
-
-    With no `TOKENS`, the sequence of query `place`.
-    """
-    low = 0
-    high = num_sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        start = tl.load(query_start_ptr + middle).to(tl.int32)
-        if TOKENS > 0:
-            start = start // TOKENS + middle
-        low = tl.where(start <= place, middle, low)
-        high = tl.where(start <= place, high, middle)
-    return low
+def _stream_unit(side, stream):
+    """What an operand of a stream must be multiplied by to be a level."""
+    return side.unit * side.weights[stream]
 
 
 @triton.jit(
@@ -625,7 +155,6 @@ def attend_kernel(
     BS: tl.constexpr = pick(SPEC, "block_size")
     TILE: tl.constexpr = pick(SPEC, "tile")
     PIECE: tl.constexpr = pick(SPEC, "piece")
-    NUM: tl.constexpr = TILE // PIECE
     COLUMNS: tl.constexpr = pick(SPEC, "columns")
     PARTS: tl.constexpr = pick(SPEC, "parts")
     HEADS: tl.constexpr = pick(SPEC, "heads")
@@ -683,7 +212,7 @@ def attend_kernel(
     entries = tl.cdiv(seq_len, BS)
     share = tl.cdiv(entries, splits)
     last_entry = tl.minimum((split + 1) * share, entries)
-    bad = _bad_entries(table, split * share, last_entry, num_blocks)
+    bad = bad_entries(table, split * share, last_entry, num_blocks)
 
     # Queries and their columns.
     column = tl.arange(0, COLUMNS)
@@ -729,7 +258,7 @@ def attend_kernel(
     query = ()
     for j in tl.static_range(KS):
         x = tl.load(at + j * KP, mask=query_live, other=0.0)
-        query = query + (_query_operand(x, KP, COLUMNS * PARTS, NEAR),)
+        query = query + (query_operand(x, KP, COLUMNS * PARTS, NEAR),)
 
     # Places inside a page.
     inside = tl.arange(0, PIECE)
@@ -786,7 +315,7 @@ def attend_kernel(
     shifts = tl.zeros([PIECE, COLUMNS], FLOAT)
     largest = tl.full([], 0.0, tl.float32)
     accumulators = ()
-    for j in tl.static_range(VS):
+    for _j in tl.static_range(VS):
         accumulators = accumulators + (
             tl.zeros([VP, COLUMNS if WIDE or COLUMNS >= 8 else 2 * COLUMNS], FLOAT),
         )
@@ -808,21 +337,25 @@ def attend_kernel(
     after = tl.maximum(tl.cdiv(end - whole_end, TILE), 0)
     last = tl.maximum(tl.cdiv(end, BS) - 1, 0)
 
+    key_strides = (KEY_BLOCK, KEY_TOKEN)
+    value_strides = (VALUE_BLOCK, VALUE_TOKEN)
+    key_words_strides = (KEY_WORDS_BLOCK, KEY_WORDS_TOKEN)
+    value_words_strides = (VALUE_WORDS_BLOCK, VALUE_WORDS_TOKEN)
     sides = (
         (key_at, key_high_at, key_live, unit[None, :]),
         (value_at, value_high_at, value_live, value_unit[:, None]),
     )
     for i in tl.range(0, before + after, num_stages=1):
         t = tl.where(i < before, start + i * TILE, whole_end + (i - before) * TILE)
-        pages = _pages(table, t, last, SPEC, True)
+        pages = look_up_pages(table, t, last, SPEC, True)
         value_pages = pages
         if not ONE_PAGE:
-            value_pages = _pages(table, t, last, SPEC, True, True)
-        keys = _load_side(sides[0], pages, t, num_blocks, KEY_BLOCK, KEY_TOKEN, KEY, 0, SPEC)
-        values = _load_side(sides[1], value_pages, t, num_blocks, VALUE_BLOCK, VALUE_TOKEN, VALUE, 1, SPEC)
-        key_words = _words(key_words_at, pages, t, num_blocks, KEY_WORDS_BLOCK, KEY_WORDS_TOKEN, SPEC)
-        value_words = _words(value_words_at, pages, t, num_blocks, VALUE_WORDS_BLOCK, VALUE_WORDS_TOKEN, SPEC)
-        peak, total, shifts, largest, accumulators = _tile(
+            value_pages = look_up_pages(table, t, last, SPEC, True, True)
+        keys = load_side(sides[0], pages, t, num_blocks, key_strides, KEY, 0, SPEC)
+        values = load_side(sides[1], value_pages, t, num_blocks, value_strides, VALUE, 1, SPEC)
+        key_words = load_words(key_words_at, pages, t, num_blocks, key_words_strides, SPEC)
+        value_words = load_words(value_words_at, pages, t, num_blocks, value_words_strides, SPEC)
+        peak, total, shifts, largest, accumulators = attend_tile(
             (peak, total, shifts, largest, accumulators),
             keys,
             values,
@@ -843,29 +376,29 @@ def attend_kernel(
     if whole_end > whole_start:
         # Page numbers come two tiles ahead, and words one.
         final = whole_end - TILE
-        pages = _pages(table, whole_start, last, SPEC, False)
-        key_words = _words(
-            key_words_at, pages, whole_start, num_blocks, KEY_WORDS_BLOCK, KEY_WORDS_TOKEN, SPEC
+        pages = look_up_pages(table, whole_start, last, SPEC, False)
+        key_words = load_words(
+            key_words_at, pages, whole_start, num_blocks, key_words_strides, SPEC
         )
-        value_words = _words(
-            value_words_at, pages, whole_start, num_blocks, VALUE_WORDS_BLOCK, VALUE_WORDS_TOKEN, SPEC
+        value_words = load_words(
+            value_words_at, pages, whole_start, num_blocks, value_words_strides, SPEC
         )
-        next_pages = _pages(table, tl.minimum(whole_start + TILE, final), last, SPEC, False)
+        next_pages = look_up_pages(table, tl.minimum(whole_start + TILE, final), last, SPEC, False)
         for t in tl.range(whole_start, whole_end, TILE, num_stages=pick(SPEC, "stages")):
             next_t = tl.minimum(t + TILE, final)
-            later_pages = _pages(table, tl.minimum(t + 2 * TILE, final), last, SPEC, False)
+            later_pages = look_up_pages(table, tl.minimum(t + 2 * TILE, final), last, SPEC, False)
             value_pages = pages
             if not ONE_PAGE:
-                value_pages = _pages(table, t, last, SPEC, False, True)
-            keys = _load_side(sides[0], pages, t, num_blocks, KEY_BLOCK, KEY_TOKEN, KEY, 0, SPEC)
-            values = _load_side(sides[1], value_pages, t, num_blocks, VALUE_BLOCK, VALUE_TOKEN, VALUE, 1, SPEC)
-            next_key_words = _words(
-                key_words_at, next_pages, next_t, num_blocks, KEY_WORDS_BLOCK, KEY_WORDS_TOKEN, SPEC
+                value_pages = look_up_pages(table, t, last, SPEC, False, True)
+            keys = load_side(sides[0], pages, t, num_blocks, key_strides, KEY, 0, SPEC)
+            values = load_side(sides[1], value_pages, t, num_blocks, value_strides, VALUE, 1, SPEC)
+            next_key_words = load_words(
+                key_words_at, next_pages, next_t, num_blocks, key_words_strides, SPEC
             )
-            next_value_words = _words(
-                value_words_at, next_pages, next_t, num_blocks, VALUE_WORDS_BLOCK, VALUE_WORDS_TOKEN, SPEC
+            next_value_words = load_words(
+                value_words_at, next_pages, next_t, num_blocks, value_words_strides, SPEC
             )
-            peak, total, shifts, largest, accumulators = _tile(
+            peak, total, shifts, largest, accumulators = attend_tile(
                 (peak, total, shifts, largest, accumulators),
                 keys,
                 values,
@@ -883,8 +416,8 @@ def attend_kernel(
                 False,
             )
             pages = ()
-            for k in tl.static_range(_pages_of_tile(SPEC)):
-                pages = pages + (_moved(next_pages[k], SPEC),)
+            for k in tl.static_range(pages_of_tile(SPEC)):
+                pages = pages + (moved(next_pages[k], SPEC),)
             next_pages = later_pages
             key_words = next_key_words
             value_words = next_value_words
@@ -895,8 +428,8 @@ def attend_kernel(
         shift = shift * (0.0 - pick(VALUE, "unit") * pick(VALUE, "offset"))
     if (tl.max(bad, 0) > 0) | (length > seq_len):
         weight = weight + float("nan")
-    some = tl.where(weight > 0, weight, 1.0)
-    some = tl.where(weight != weight, weight, some)
+    # A sum that is NaN stays so.
+    some = tl.where(weight == 0, 1.0, weight)
     if BLOCKS == 0:
         row = query_start + token
     else:
@@ -907,30 +440,14 @@ def attend_kernel(
     if WIDE:
         room = 1.0
     else:
-        room = _room(largest)
+        room = room_of(largest)
     for j in tl.static_range(VS):
         a = accumulators[j]
         if COLUMNS < 8 and not WIDE:
-            a, nothing = tl.split(a.reshape(VP, COLUMNS, 2))
+            a, _zeros = tl.split(a.reshape(VP, COLUMNS, 2))
         a = a * _stream_unit(VALUE, j)
         if SHIFTS:
             a = a + shift[None, :]
         a = a / (some * room)[None, :]
         at = partial_ptr + slot[None, :] * (VS * VW) + j * VW + value_unit[:, None]
         tl.store(at, a, mask=live[None, :] & (value_unit < VW)[:, None])
-
-
-@triton.constexpr_function
-def _stream_unit(side, stream):
-    """What an operand of a stream must be multiplied by to be a level."""
-    return side.unit * side.weights[stream]
-
-
-@triton.jit
-def _moved(page, SPEC: tl.constexpr):
-    """A page number as it is; carried as it came it would switch software pipelining off."""
-    if pick(SPEC, "ptx") and pick(SPEC, "one_page"):
-        page = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [page], dtype=tl.int32, is_pure=True, pack=1
-        )
-    return page

@@ -257,7 +257,8 @@ def _affine_ptx(spec, stream):
 @triton.constexpr_function
 def _e4m3_ptx(stream):
     """Sign to the sign, exponent and mantissa one bit lower: the number times 2^-8."""
-    move = "shl.b32 t, $1, 8; shl.b32 u, $1, 7;" if stream == 0 else "mov.b32 t, $1; shr.u32 u, t, 1;"
+    high, low = "shl.b32 t, $1, 8; shl.b32 u, $1, 7;", "mov.b32 t, $1; shr.u32 u, t, 1;"
+    move = high if stream == 0 else low
     return (
         f"{{ .reg .b32 t, u; {move} and.b32 u, u, 0x3f803f80; "
         "lop3.b32 $0, t, 0x80008000, u, 0xea; }"
