@@ -13,7 +13,7 @@ import kvq
 from kvq.integrations.transformers import full_precision
 from kvq.integrations.transformers.full_precision import Columns, Query
 from kvq.integrations.transformers.layers import PackedStates
-from kvq.integrations.transformers.mask import expand_bounds, is_bounds, to_bias
+from kvq.integrations.transformers.mask import expand_bounds, first_column, is_bounds, to_bias
 from kvq.tier import AttentionFeatures, AttentionOutput
 
 
@@ -118,9 +118,9 @@ def _attend_packed(
     logit_bias = None
     if bias is not None:
         logit_bias = bias[..., gone:].expand(batch, -1, count, -1).transpose(1, 2).flatten(0, 1)
-    first_key = None
-    if mask is not None and is_bounds(mask):
-        first_key = (mask[:, 0, 0, 0] - gone).clamp(min=0)
+    first_key = first_column(mask)
+    if first_key is not None and step.offset:
+        first_key = (first_key - gone).clamp(min=0)
     features = AttentionFeatures(
         window=states.window,
         soft_cap=options.get("softcap"),
@@ -194,16 +194,17 @@ def _paged(
 
 def _first_key(states: PackedStates, mask: Tensor | None, query: Tensor) -> Tensor:
     """Where each sequence begins, `[B or 1]`."""
-    if mask is None or states.full_precision is None or not states.full_precision.first:
-        if mask is not None and is_bounds(mask):
-            return mask[:, 0, 0, 0] + states.mask_offset
+    if mask is not None and not is_bounds(mask):
+        full = states.full_precision
+        if full is not None and full.first:
+            raise ValueError(
+                "first_tokens must be 0 with an attention mask other than causal with left "
+                f"padding, got {full.first}"
+            )
+    first = first_column(mask)
+    if first is None:
         return torch.zeros(1, dtype=torch.int64, device=query.device)
-    if not is_bounds(mask):
-        raise ValueError(
-            "first_tokens must be 0 with an attention mask other than causal with left padding, "
-            f"got {states.full_precision.first}"
-        )
-    return mask[:, 0, 0, 0] + states.mask_offset
+    return first + states.mask_offset
 
 
 def _attend_tensors(

@@ -130,11 +130,9 @@ class KVQuantCache(Cache):
 
     def _index(self) -> list[Tensor]:
         """What the layers share."""
-        return [
-            tensor
-            for _, step in self._shared.steps.values()
-            for tensor in (step.slots, step.block_table, step.seq_lens, step.query_start_loc)
-        ]
+        steps = [step for _, step in self._shared.steps.values()]
+        steps += [clock.step for clock in self._shared.clocks.values() if clock.step is not None]
+        return [tensor for step in steps for tensor in step if isinstance(tensor, Tensor)]
 
     def reset(self) -> None:
         """Forget all tokens."""

@@ -52,8 +52,8 @@ def packed_mask(
 
     Returns:
         `None` if all keys up to the query are visible and the columns end with the last query;
-        `[B, 1, 1, 2]` int64, the first and the last column that the last query may see; or
-        `[B, 1, Q, K]` bool.
+        `[B, 1, 1, 2]` int64, the first and the last column that the last query may see, or
+        `[B, 1, 1, 1]`, the last, if it may see all before it; or `[B, 1, Q, K]` bool.
     """
     window = local_size is not None and getattr(config, "attention_chunk_size", None) is None
     # A lone query sees what is before it, however a model groups the tokens of its prompt.
@@ -65,14 +65,15 @@ def packed_mask(
             ends_with_query = isinstance(q_offset, int) and (
                 kv_offset + kv_length == q_offset + q_length
             )
-            if ends_with_query and (padding is None or bool(padding.all())):
+            hides = padding is not None and not bool(padding.all())
+            if ends_with_query and not hides:
                 return None
             last = torch.as_tensor(q_offset, device=device) + (q_length - 1 - kv_offset)
-            if padding is None:
-                first = torch.full((batch_size,), -kv_offset, device=device)
-            else:
+            bounds = last.expand(batch_size)[:, None]
+            if padding is not None and hides:
                 first = (~padding).sum(-1).to(device) - kv_offset
-            return torch.stack((first, last.expand(batch_size)), dim=-1)[:, None, None, :]
+                bounds = torch.cat((first[:, None], bounds), dim=-1)
+            return bounds[:, None, None]
     mask: Tensor | None = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -107,20 +108,29 @@ def _is_left_padding(padding: Tensor, q_offset: int | Tensor, q_length: int) -> 
 
 
 def is_bounds(mask: Tensor | None) -> bool:
-    """Whether a mask is the two numbers of each sequence."""
+    """Whether a mask is one or two numbers of each sequence."""
     return mask is not None and mask.dtype is torch.int64
+
+
+def first_column(mask: Tensor | None) -> Tensor | None:
+    """The first column `[B]` that a sequence may see, if bounds hide any; `None` if not."""
+    if mask is None or not is_bounds(mask) or mask.shape[3] == 1:
+        return None
+    return mask[:, 0, 0, 0].contiguous()
 
 
 def expand_bounds(
     bounds: Tensor | None, q_length: int, kv_length: int, window: int | None
 ) -> Tensor:
-    """The boolean mask `[B, 1, Q, K]` that bounds `[B, 1, 1, 2]` and a window stand for."""
+    """The boolean mask `[B, 1, Q, K]` that bounds `[B, 1, 1, 1 or 2]` and a window stand for."""
     if bounds is None:
-        bounds = torch.tensor([[[[0, kv_length - 1]]]])
+        bounds = torch.tensor([[[[kv_length - 1]]]])
     column = torch.arange(kv_length, device=bounds.device)
     back = torch.arange(q_length - 1, -1, -1, device=bounds.device)
-    own = bounds[..., 1:] - back[:, None]  # [B, 1, Q, 1]
-    visible = (column <= own) & (column >= bounds[..., :1])
+    own = bounds[..., -1:] - back[:, None]  # [B, 1, Q, 1]
+    visible = column <= own
+    if bounds.shape[3] == 2:
+        visible = visible & (column >= bounds[..., :1])
     return visible if window is None else visible & (column > own - window)
 
 

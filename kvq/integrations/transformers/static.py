@@ -23,6 +23,8 @@ class Clock:
     def __init__(self, leader: StaticPackedLayer, device: torch.device) -> None:
         self.leader = leader
         self.length = torch.zeros((), dtype=torch.int64, device=device)
+        #: Where the tokens of the last update went: the other layers need not work it out again.
+        self.step: Step | None = None
 
 
 class StaticPackedLayer(PackedLayer):
@@ -74,11 +76,16 @@ class StaticPackedLayer(PackedLayer):
             if not is_compiling() and self.device.type == "cpu":
                 self._check_room(count)
             self._tokens.add_(count)
+        elif self._clock.step is not None and not is_compiling():
+            return self._clock.step
         start = self._tokens - count
         blocks = self.key_cache.words.shape[0] // self.batch_size
-        return make_step(
+        step = make_step(
             self.batch_size, blocks, start, count, 0, self._shared.block_size, self.device
         )
+        # A graph in the making finds what is common to the layers by itself.
+        self._clock.step = None if is_compiling() else step
+        return step
 
     def _check_room(self, count: int) -> None:
         if int(self._tokens) + count > self.max_cache_len:
