@@ -4,8 +4,8 @@ A process of its own, since the tests run the kernels interpreted:
 
     python -m tests.parity.compile_kernels cuda:90 int4 lloyd4
 
-prints one JSON object a line: mode, target, count of fused multiply-adds, forbidden instructions
-of the PTX, bytes of local memory.
+prints one JSON object a line: mode, target, count of fused multiply-adds, how many of them the
+guess of a code does not explain, forbidden instructions, bytes of local memory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -29,8 +30,16 @@ from kvq.kernels.quantize import row_spec
 from kvq.modes import Mode
 from kvq.modes import mode as find_mode
 
-#: Approximate or flushing forms of what must be exact.
-FORBIDDEN = re.compile(r"\b(?:div|sqrt|rcp|add|mul|sub)\.(?:full|approx|ftz|rn\.ftz|rz)[.\w]*f32")
+#: Approximate, flushing or truncating forms of what must be exact: in PTX, in LLVM's flags and
+#: attributes, and in AMD's assembly, where mode 3 keeps subnormals.
+FORBIDDEN_PTX = re.compile(
+    r"\b\w+(?:\.\w+)*\.(?:full|approx|ftz)\b[.\w]*|\b(?:div|sqrt|rcp|add|mul|sub)\.rz[.\w]*f32"
+)
+FORBIDDEN_LLVM = re.compile(
+    r"\bf(?:add|sub|mul|div)(?: \w+)*? (?:fast|contract|reassoc|arcp|afn)\b"
+    r"|\"denormal-fp-math(?:-f32)?\"=\"(?!ieee)[^\"]*\"|@llvm\.fmuladd\.\w+"
+)
+FORBIDDEN_AMD = re.compile(r"float_denorm_mode_32 [^3\s]|\bv_(?:mad|mac)_f32\w*")
 
 
 def compile_write(
@@ -93,6 +102,35 @@ def local_bytes(compiled: triton.compiler.CompiledKernel) -> int:
     return int(re.findall(r"STACK:(\d+)", found.stdout + found.stderr)[0])
 
 
+def unexplained_sums(ptx: str, guess: tuple[float, ...]) -> int:
+    """Fused multiply-adds whose addend is no constant of `search_guess`: contracted sums."""
+    constants = {as_bits(value) for value in (*guess[1:], 12582912.0)}
+    held = dict(re.findall(r"\bmov\.\w+\s+(%\w+), (0f[0-9A-Fa-f]{8}|-?\d+);", ptx))
+    packed = dict(re.findall(r"\bmov\.b64\s+(%\w+), \{(%\w+), ?\2\};", ptx))
+    found = []
+    for operand in re.findall(r"\bfma\.[\w.]+\s+[^;]*?([%\w]+)\s*;", ptx):
+        register = packed.get(operand, operand)
+        value = held.get(register, register)
+        if re.fullmatch(r"-?\d+", value):
+            value = f"{int(value) % 2**32:08X}"
+        found.append(value.removeprefix("0f").upper())
+    return sum(bits not in constants for bits in found)
+
+
+def as_bits(value: float) -> str:
+    """The bits of a float32, in hexadecimal."""
+    return struct.pack(">f", value).hex().upper()
+
+
+def amd_fused(assembly: str) -> tuple[int, int]:
+    """Fused multiply-adds, and those beyond the five that a division or a square root may take."""
+    fused, exact = (
+        len(re.findall(rf"\bv_{form}\w*", assembly))
+        for form in (r"(?:pk_)?(?:fma|fmac|fmaak|fmamk)_f32", r"(?:div_fixup|sqrt|rsq)_f32")
+    )
+    return fused, max(0, fused - 5 * exact)
+
+
 def main() -> None:
     backend, arch = sys.argv[1].split(":")
     target = GPUTarget(
@@ -101,12 +139,20 @@ def main() -> None:
     for name in sys.argv[2:]:
         mode = find_mode(name)
         compiled = compile_write(mode, target)
-        record: dict[str, object] = {"mode": mode.name, "target": sys.argv[1]}
+        record: dict[str, object] = {"mode": mode.name, "target": sys.argv[1], "local": 0}
         if backend == "cuda":
             ptx = compiled.asm["ptx"]
+            spec = row_spec(mode, 128, 128, torch.bfloat16)
             record["fused"] = len(re.findall(r"\bfma\.", ptx))
-            record["forbidden"] = FORBIDDEN.findall(ptx)
-            record["local"] = local_bytes(compiled) if int(arch) == 90 else 0
+            record["unexplained"] = unexplained_sums(ptx, spec.guess)
+            record["forbidden"] = FORBIDDEN_PTX.findall(ptx)
+            if int(arch) == 90:
+                record["local"] = local_bytes(compiled)
+        else:
+            assembly = compiled.asm["amdgcn"]
+            record["fused"], record["unexplained"] = amd_fused(assembly)
+            flags = FORBIDDEN_LLVM.findall(compiled.asm["llir"])
+            record["forbidden"] = flags + FORBIDDEN_AMD.findall(assembly)
         print(json.dumps(record), flush=True)
 
 

@@ -1,6 +1,6 @@
 """Every mode, dtype, head size, shape and layout, and every pair of them: the same bits.
 
-A launch carries every sample. `make test` takes the covering array, `make test-all` the full product.
+A launch carries every sample. `make test` takes the covering array, `make test-all` the product.
 """
 
 from __future__ import annotations
