@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -105,7 +106,9 @@ def command(
     if keep is not None:
         from kvq.analysis.results import write_result
 
-        command_line = " ".join(["kvq", *sys.argv[1:]])
+        # Of a path on this machine the name is kept.
+        arguments = [Path(x).name if x.startswith("/") else x for x in sys.argv[1:]]
+        command_line = shlex.join(["kvq", *arguments])
         write_result(keep, SCHEMA, command_line, result.rows(), inputs=result.inputs)
     _print(result, json=json)
 
