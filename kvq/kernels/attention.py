@@ -67,7 +67,7 @@ def _prepare_kernel(
     WIDE: tl.constexpr,
     OUT_D: tl.constexpr,
     OUT_C: tl.constexpr,
-    PTX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Queries as operands, by stream; and for each the factor of its products, and its sum.
 
@@ -75,7 +75,7 @@ def _prepare_kernel(
     """
     D: tl.constexpr = pick(SIDE, "head_dim")
     STREAMS: tl.constexpr = pick(SIDE, "streams")
-    if PTX:
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     live = row < num_rows
@@ -109,7 +109,8 @@ def _prepare_kernel(
         factor = total * 0.0 + scale * (pick(SIDE, "unit") * pick(SIDE, "fold"))
         tl.store(at, x * weight[None, :], mask=mask)
     else:
-        largest = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23
+        # As integers, among which a NaN is the largest.
+        largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1) >> 23
         # A power of two over that of the largest entry, and its inverse.
         up = tl.minimum(tl.maximum(0 - largest + (DIGIT_BITS if DIGITS else QUERY_BITS), 1), 253)
         down = ((254 - up) << 23).to(tl.float32, bitcast=True)
@@ -131,8 +132,11 @@ def _prepare_kernel(
             factor = down * (scale * (pick(SIDE, "unit") * pick(SIDE, "fold")))
             high = x.to(tl.float16)
             tl.store(at, (high.to(tl.float32) * weight[None, :]).to(tl.float16), mask=mask)
-            low = (x - high.to(tl.float32)) * weight[None, :]
-            tl.store(at + C, low.to(tl.float16), mask=mask)
+            if PARTS == 2:
+                low = (x - high.to(tl.float32)) * weight[None, :]
+                tl.store(at + C, low.to(tl.float16), mask=mask)
+        # The integers of a NaN are anything.
+        factor = tl.where(largest == 255, float("nan"), factor)
     tl.store(column_ptr + 3 * row, factor, mask=live)
     tl.store(column_ptr + 3 * row + 1, total, mask=live)
     tl.store(column_ptr + 3 * row + 2, extra, mask=live)
@@ -333,51 +337,13 @@ def paged_attention(
         return answer
 
     accuracy, ptx = ACCURACY[query.dtype], launch.has_shuffle() and not wide
-    key_side = side_spec(key_cache.mode, head_dim, _unit_bytes(key_codes), accuracy, ptx, True)
     value_side = side_spec(value_cache.mode, value_dim, _unit_bytes(value_codes), accuracy, ptx)
     float_type = torch.float64 if wide else torch.float32
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     seq_lens, query_start_loc = seq_lens.contiguous(), query_start_loc.contiguous()
     query = query if query.stride(2) == 1 else query.contiguous()
-
-    # A query is one float64, a sum of two float16 numbers, or an integer of four digits.
-    parts = 1 if wide else 4 if key_side.digits else 2
-    operand_type = {1: torch.float64, 2: torch.float16, 4: torch.int8}[parts]
-    prepared = torch.empty(
-        (num_tokens * num_heads, parts, key_side.streams * key_side.padded),
-        dtype=operand_type,
-        device=query.device,
-    )
-    columns = torch.empty((num_tokens * num_heads, 3), dtype=float_type, device=query.device)
     unit_scale = scale * LOG2_E.value if features.soft_cap is None else scale / features.soft_cap
     early = launch.has_early_launch(query.device)
-    rows = launch.attention_rows(num_tokens * num_heads)
-    _prepare_kernel[(triton.cdiv(num_tokens * num_heads, rows),)](
-        query,
-        prepared,
-        columns,
-        output,
-        log_sum_exp,
-        query_start_loc,
-        num_sequences,
-        num_tokens * num_heads,
-        num_heads,
-        query.stride(0),
-        query.stride(1),
-        unit_scale,
-        SIDE=key_side,
-        ROTATION=_rotation_spec(
-            key_cache.mode.rotation, head_dim, key_side.streams * key_side.padded
-        ),
-        C=key_side.streams * key_side.padded,
-        R=rows,
-        PARTS=parts,
-        WIDE=wide,
-        OUT_D=value_dim,
-        OUT_C=_padded(value_dim),
-        PTX=early,
-        num_warps=1,
-    )
 
     first_key = None if features.first_key is None else features.first_key.contiguous()
     query_bias = features.query_query_bias
@@ -386,17 +352,42 @@ def paged_attention(
         query_bias = query_bias.contiguous()
     if logit_bias is not None and logit_bias.stride(2) != 1:
         logit_bias = logit_bias.contiguous()
-    unused = columns
+    unused = query_start_loc
     pdl = {"launch_pdl": True} if early else {}
     value_row = triton.next_power_of_2(value_dim)
     longest = block_table.shape[1] * block_size
     row_bytes = max(key_codes.shape[3], value_codes.shape[3])
+    key_kind = side_spec(key_cache.mode, head_dim, 2, accuracy, ptx).kind
+    most_queries = min(num_tokens, max_query_len or num_tokens)
     for plan in launch.attention_plans(
         num_heads // kv_heads,
-        min(num_tokens, max_query_len or num_tokens),
+        most_queries,
         row_bytes,
         max(head_dim, value_dim),
+        wide=wide,
+        looks_up="halves" in (key_kind, value_side.kind),
     ):
+        # Where queries are few their digits cost nothing, and integers are had for less than
+        # float16 numbers. Many queries are float16 numbers; one will do for a bfloat16 query.
+        key_side = side_spec(
+            key_cache.mode,
+            head_dim,
+            _unit_bytes(key_codes),
+            accuracy,
+            ptx,
+            not plan.query_rows,
+        )
+        parts = 2 if not plan.query_rows or query.dtype is torch.float16 else 1
+        parts = 1 if wide else 4 if key_side.digits else parts
+        prepared, columns = _prepare(
+            query,
+            key_side,
+            parts,
+            _rotation_spec(key_cache.mode.rotation, head_dim, key_side.streams * key_side.padded),
+            unit_scale,
+            (output, log_sum_exp, query_start_loc),
+            early,
+        )
         spec = LoopSpec(
             key=key_side,
             value=value_side,
@@ -421,6 +412,7 @@ def paged_attention(
             has_slopes=features.alibi_slopes is not None,
             has_query_bias=query_bias is not None,
             has_logit_bias=logit_bias is not None,
+            query_rows=plan.query_rows,
             wide=wide,
             ptx=ptx,
         )
@@ -507,6 +499,57 @@ def paged_attention(
             **pdl,
         )
     return answer
+
+
+def _prepare(
+    query: Tensor,
+    side: SideSpec,
+    parts: int,
+    rotation: RotationSpec | None,
+    scale: float,
+    answered: tuple[Tensor, Tensor, Tensor],
+    early: bool,
+) -> tuple[Tensor, Tensor]:
+    """Queries as operands of keys, and what their products are to be multiplied by and moved.
+
+    A query is one float64, one float16 number or a sum of two, or an integer of four digits.
+    """
+    num_tokens, num_heads = query.shape[:2]
+    wide = query.dtype is torch.float32
+    operand_type = torch.float64 if wide else torch.int8 if side.digits else torch.float16
+    width = side.streams * side.padded
+    num_rows = num_tokens * num_heads
+    prepared = torch.empty((num_rows, parts, width), dtype=operand_type, device=query.device)
+    columns = torch.empty(
+        (num_rows, 3), dtype=torch.float64 if wide else torch.float32, device=query.device
+    )
+    output, log_sum_exp, query_start_loc = answered
+    rows = launch.attention_rows(num_rows)
+    _prepare_kernel[(triton.cdiv(num_rows, rows),)](
+        query,
+        prepared,
+        columns,
+        output,
+        log_sum_exp,
+        query_start_loc,
+        len(query_start_loc) - 1,
+        num_rows,
+        num_heads,
+        query.stride(0),
+        query.stride(1),
+        scale,
+        SIDE=side,
+        ROTATION=rotation,
+        C=width,
+        R=rows,
+        PARTS=parts,
+        WIDE=wide,
+        OUT_D=output.shape[2],
+        OUT_C=_padded(output.shape[2]),
+        EARLY=early,
+        num_warps=1,
+    )
+    return prepared, columns
 
 
 def _side_pointers(codes: Tensor, words: Tensor, side: SideSpec) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,6 +26,7 @@ from kvq.kernels.attention_pages import (
 from kvq.kernels.attention_tile import (
     NO_LOGIT,
     attend_tile,
+    by_column,
     query_operand,
     room_of,
 )
@@ -68,6 +69,8 @@ class LoopSpec:
     has_slopes: bool
     has_query_bias: bool
     has_logit_bias: bool
+    #: Products with queries as rows, for many queries.
+    query_rows: bool
     #: Float64 throughout, for float32 queries.
     wide: bool
     #: Inline PTX.
@@ -79,9 +82,26 @@ class LoopSpec:
         return self.has_slopes or self.has_query_bias or self.has_logit_bias
 
     @property
+    def transposes(self) -> bool:
+        """Whether weights go from result to operand by a transposition between threads."""
+        return self.ptx and not self.query_rows
+
+    @property
     def one_page(self) -> bool:
         """Whether a piece lies in one block."""
         return self.block_size % self.piece == 0
+
+
+@triton.jit
+def by_channel(x, SPEC: tl.constexpr):
+    """A value of each channel of values, to be spread over their keys or over columns."""
+    return x[None, :] if pick(SPEC, "query_rows") else x[:, None]
+
+
+@triton.jit
+def by_value(x, SPEC: tl.constexpr):
+    """A value of each key of values, to be spread over channels."""
+    return x[:, None] if pick(SPEC, "query_rows") else x[None, :]
 
 
 @triton.constexpr_function
@@ -166,6 +186,7 @@ def attend_kernel(
     FLOAT: tl.constexpr = tl.float64 if WIDE else tl.float32
     HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     BLOCKS: tl.constexpr = pick(SPEC, "blocks")
+    ROWS: tl.constexpr = pick(SPEC, "query_rows")
 
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -220,7 +241,8 @@ def attend_kernel(
     query_head = head_block * HEADS + column % HEADS
     live = (column < TOKENS * HEADS) & (token < q_len) & (query_head < GROUP)
     query_row = (query_start + token).to(tl.int64) * (kv_heads * GROUP) + head * GROUP + query_head
-    position = context + token
+    # A column that is no query sees nothing.
+    position = tl.where(live, context + token, -1)
     if EARLY:
         # Until here nothing was read that the launch before writes.
         tl.extra.cuda.gdc_wait()
@@ -258,14 +280,15 @@ def attend_kernel(
     query = ()
     for j in tl.static_range(KS):
         x = tl.load(at + j * KP, mask=query_live, other=0.0)
-        query = query + (query_operand(x, KP, COLUMNS * PARTS, NEAR),)
+        x = query_operand(x, KP, COLUMNS * PARTS, NEAR)
+        query = query + (x.trans(1, 0) if ROWS else x,)
 
     # Places inside a page.
     inside = tl.arange(0, PIECE)
-    value_inside = value_order(inside, pick(SPEC, "ptx"))
+    value_inside = value_order(inside, pick(SPEC, "transposes"))
     value_unit = tl.arange(0, VP)
     key_at = key_ptr + head.to(tl.int64) * key_head + unit[None, :]
-    value_at = value_ptr + head.to(tl.int64) * value_head + value_unit[:, None]
+    value_at = value_ptr + head.to(tl.int64) * value_head + by_channel(value_unit, SPEC)
     key_words_at = key_words_ptr + head.to(tl.int64) * key_words_head
     value_words_at = value_words_ptr + head.to(tl.int64) * value_words_head
     KEY_UNIT: tl.constexpr = pick(KEY, "unit_bytes")
@@ -273,16 +296,16 @@ def attend_kernel(
     key_high_at = key_high_ptr + head.to(tl.int64) * (key_head * KEY_UNIT)
     key_high_at = key_high_at + (unit * KEY_UNIT // 2)[None, :]
     value_high_at = value_high_ptr + head.to(tl.int64) * (value_head * VALUE_UNIT)
-    value_high_at = value_high_at + (value_unit * VALUE_UNIT // 2)[:, None]
+    value_high_at = value_high_at + by_channel(value_unit * VALUE_UNIT // 2, SPEC)
     if ONE_PAGE:
         key_at = key_at + inside[:, None] * KEY_TOKEN
-        value_at = value_at + value_inside[None, :] * VALUE_TOKEN
+        value_at = value_at + by_value(value_inside, SPEC) * VALUE_TOKEN
         key_words_at = key_words_at + inside * KEY_WORDS_TOKEN
         value_words_at = value_words_at + inside * VALUE_WORDS_TOKEN
         key_high_at = key_high_at + inside[:, None] * (KEY_TOKEN * KEY_UNIT)
-        value_high_at = value_high_at + value_inside[None, :] * (VALUE_TOKEN * VALUE_UNIT)
+        value_high_at = value_high_at + by_value(value_inside, SPEC) * (VALUE_TOKEN * VALUE_UNIT)
     key_live = (unit < KC)[None, :]
-    value_live = (value_unit < VC)[:, None]
+    value_live = by_channel(value_unit < VC, SPEC)
 
     # Biases.
     slopes = position.to(tl.float32) * 0.0
@@ -310,15 +333,18 @@ def attend_kernel(
     )
     tables = (key_table_ptr, value_table_ptr)
 
+    VALUE_AXIS: tl.constexpr = 0 if ROWS else 1
     peak = tl.full([COLUMNS], NO_LOGIT, FLOAT)
-    total = tl.zeros([PIECE, COLUMNS], FLOAT)
-    shifts = tl.zeros([PIECE, COLUMNS], FLOAT)
+    total = tl.zeros([COLUMNS] if ROWS else [PIECE, COLUMNS], FLOAT)
+    shifts = tl.zeros([COLUMNS] if ROWS else [PIECE, COLUMNS], FLOAT)
     largest = tl.full([], 0.0, tl.float32)
     accumulators = ()
     for _j in tl.static_range(VS):
-        accumulators = accumulators + (
-            tl.zeros([VP, COLUMNS if WIDE or COLUMNS >= 8 else 2 * COLUMNS], FLOAT),
-        )
+        if ROWS:
+            a = tl.zeros([COLUMNS, VP], FLOAT)
+        else:
+            a = tl.zeros([VP, COLUMNS if WIDE or COLUMNS >= 8 else 2 * COLUMNS], FLOAT)
+        accumulators = accumulators + (a,)
 
     # Tiles that every query sees whole, and the others.
     if pick(SPEC, "biased"):
@@ -343,7 +369,7 @@ def attend_kernel(
     value_words_strides = (VALUE_WORDS_BLOCK, VALUE_WORDS_TOKEN)
     sides = (
         (key_at, key_high_at, key_live, unit[None, :]),
-        (value_at, value_high_at, value_live, value_unit[:, None]),
+        (value_at, value_high_at, value_live, by_channel(value_unit, SPEC)),
     )
     for i in tl.range(0, before + after, num_stages=1):
         t = tl.where(i < before, start + i * TILE, whole_end + (i - before) * TILE)
@@ -352,7 +378,9 @@ def attend_kernel(
         if not ONE_PAGE:
             value_pages = look_up_pages(table, t, last, SPEC, True, True)
         keys = load_side(sides[0], pages, t, num_blocks, key_strides, KEY, 0, SPEC)
-        values = load_side(sides[1], value_pages, t, num_blocks, value_strides, VALUE, 1, SPEC)
+        values = load_side(
+            sides[1], value_pages, t, num_blocks, value_strides, VALUE, VALUE_AXIS, SPEC
+        )
         key_words = load_words(key_words_at, pages, t, num_blocks, key_words_strides, SPEC)
         value_words = load_words(value_words_at, pages, t, num_blocks, value_words_strides, SPEC)
         peak, total, shifts, largest, accumulators = attend_tile(
@@ -391,7 +419,9 @@ def attend_kernel(
             if not ONE_PAGE:
                 value_pages = look_up_pages(table, t, last, SPEC, False, True)
             keys = load_side(sides[0], pages, t, num_blocks, key_strides, KEY, 0, SPEC)
-            values = load_side(sides[1], value_pages, t, num_blocks, value_strides, VALUE, 1, SPEC)
+            values = load_side(
+                sides[1], value_pages, t, num_blocks, value_strides, VALUE, VALUE_AXIS, SPEC
+            )
             next_key_words = load_words(
                 key_words_at, next_pages, next_t, num_blocks, key_words_strides, SPEC
             )
@@ -422,8 +452,11 @@ def attend_kernel(
             key_words = next_key_words
             value_words = next_value_words
 
-    weight = tl.sum(total, 0)
-    shift = tl.sum(shifts, 0)
+    weight = total
+    shift = shifts
+    if not ROWS:
+        weight = tl.sum(total, 0)
+        shift = tl.sum(shifts, 0)
     if pick(VALUE, "word") == "float32":
         shift = shift * (0.0 - pick(VALUE, "unit") * pick(VALUE, "offset"))
     if (tl.max(bad, 0) > 0) | (length > seq_len):
@@ -447,7 +480,9 @@ def attend_kernel(
             a, _zeros = tl.split(a.reshape(VP, COLUMNS, 2))
         a = a * _stream_unit(VALUE, j)
         if SHIFTS:
-            a = a + shift[None, :]
-        a = a / (some * room)[None, :]
-        at = partial_ptr + slot[None, :] * (VS * VW) + j * VW + value_unit[:, None]
-        tl.store(at, a, mask=live[None, :] & (value_unit < VW)[:, None])
+            a = a + by_column(shift, SPEC)
+        a = a / by_column(some * room, SPEC)
+        at = (
+            partial_ptr + by_column(slot, SPEC) * (VS * VW) + j * VW + by_channel(value_unit, SPEC)
+        )
+        tl.store(at, a, mask=by_column(live, SPEC) & by_channel(value_unit < VW, SPEC))

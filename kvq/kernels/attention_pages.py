@@ -61,9 +61,9 @@ def bad_entries(table, first, last, num_blocks):
 
 
 @triton.jit
-def value_order(key, PTX: tl.constexpr):
+def value_order(key, TRANSPOSES: tl.constexpr):
     """The key of a piece whose value is row `key` of an operand."""
-    if PTX:
+    if TRANSPOSES:
         key = key // 16 * 16 + key // 2 % 2 * 8 + key % 16 // 4 * 2 + key % 2
     return key
 
@@ -101,7 +101,7 @@ def look_up_pages(
         else:
             key = tl.arange(0, STEP)
             if ORDERED:
-                key = value_order(key, pick(SPEC, "ptx"))
+                key = value_order(key, pick(SPEC, "transposes"))
             entry = (t + i * STEP + key) // BS
         if PAST:
             entry = tl.minimum(entry, last)
@@ -137,7 +137,7 @@ def _rows(
     if not pick(SPEC, "one_page"):
         key = tl.arange(0, PIECE)
         if ORDERED:
-            key = value_order(key, pick(SPEC, "ptx"))
+            key = value_order(key, pick(SPEC, "transposes"))
         inside = (t + PIECE_NUMBER * PIECE + key) % BS
     elif TILE % BS == 0:
         # A tile starts with a page.
@@ -191,7 +191,7 @@ def load_side(
             x = x.to(tl.int16)
         high = x
         if pick(SIDE, "bits") == 3:
-            high = _load(high_at, row * UNIT, live, ONE_PAGE, AXIS, WHOLE).to(tl.int32)
+            high = _load(high_at, row * UNIT, live, ONE_PAGE, AXIS, WHOLE).to(tl.int16)
             if UNIT == 1:
                 high = high >> (unit % 2 * 4)
         tiles = tiles + (x,)

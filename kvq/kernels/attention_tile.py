@@ -54,6 +54,18 @@ def tanh(x):
 
 
 @triton.jit
+def by_key(x, SPEC: tl.constexpr):
+    """A value of each key, to be spread over columns."""
+    return x[None, :] if pick(SPEC, "query_rows") else x[:, None]
+
+
+@triton.jit
+def by_column(x, SPEC: tl.constexpr):
+    """A value of each column, to be spread over keys or channels."""
+    return x[:, None] if pick(SPEC, "query_rows") else x[None, :]
+
+
+@triton.jit
 def query_operand(x, P: tl.constexpr, N: tl.constexpr, NEAR: tl.constexpr):
     """Shares of threads to `[channels, columns]`: a renaming of registers.
 
@@ -90,7 +102,7 @@ def _as_operand(weights):
 
 @triton.jit
 def _scores(streams, query, SPEC: tl.constexpr):
-    """`[PIECE, COLUMNS]`: products of levels and queries."""
+    """`[PIECE, COLUMNS]` (or, with queries as rows, the transpose): levels times queries."""
     PIECE: tl.constexpr = pick(SPEC, "piece")
     COLUMNS: tl.constexpr = pick(SPEC, "columns")
     PARTS: tl.constexpr = pick(SPEC, "parts")
@@ -104,6 +116,13 @@ def _scores(streams, query, SPEC: tl.constexpr):
         s = (odd * 128 + even).to(tl.float32)
         even, odd = tl.split(high.reshape(PIECE, COLUMNS, 2))
         s = s + (odd * 128 + even).to(tl.float32) * 16384.0
+    elif pick(SPEC, "query_rows"):
+        s = tl.zeros([COLUMNS * PARTS, PIECE], tl.float32)
+        for j in tl.static_range(len(streams)):
+            s = dot(query[j], streams[j].trans(1, 0), s, WIDE, pick(SPEC, "ptx"))
+        if PARTS == 2:
+            high, low = tl.split(s.reshape(COLUMNS, 2, PIECE).permute(0, 2, 1))
+            s = high + low
     else:
         s = tl.zeros([PIECE, COLUMNS * PARTS], tl.float64 if WIDE else tl.float32)
         for j in tl.static_range(len(streams)):
@@ -116,18 +135,22 @@ def _scores(streams, query, SPEC: tl.constexpr):
 
 @triton.jit
 def _weigh(accumulators, streams, weights, SPEC: tl.constexpr):
-    """Add `values^T @ weights` to each stream's `[channels, columns]`."""
+    """Add `values^T @ weights` to each stream's `[channels, columns]` (or the transpose)."""
     PIECE: tl.constexpr = pick(SPEC, "piece")
     COLUMNS: tl.constexpr = pick(SPEC, "columns")
     WIDE: tl.constexpr = pick(SPEC, "wide")
     if COLUMNS < 8 and not WIDE:
         # A matrix unit has eight columns: every other one is of zeros.
         weights = tl.join(weights, tl.zeros_like(weights)).reshape(PIECE, 2 * COLUMNS)
-    if pick(SPEC, "ptx"):
+    if pick(SPEC, "transposes"):
         weights = _as_operand(weights)
     sums = ()
     for j in tl.static_range(len(streams)):
-        sums = sums + (dot(streams[j], weights, accumulators[j], WIDE, pick(SPEC, "ptx")),)
+        if pick(SPEC, "query_rows"):
+            x = dot(weights, streams[j], accumulators[j], WIDE, pick(SPEC, "ptx"))
+        else:
+            x = dot(streams[j], weights, accumulators[j], WIDE, pick(SPEC, "ptx"))
+        sums = sums + (x,)
     return sums
 
 
@@ -140,16 +163,16 @@ def _logits(scores, words, column, SPEC: tl.constexpr):
     SIDE: tl.constexpr = pick(SPEC, "key")
     scale, shift = decode_words(words, SIDE)
     factor, total, extra = column
-    x = scores * factor[None, :]
+    x = scores * by_column(factor, SPEC)
     if pick(SIDE, "digits") and pick(SIDE, "bits") == 4 and pick(SIDE, "kind") == "affine":
-        x = x + extra[None, :]
+        x = x + by_column(extra, SPEC)
     if pick(SIDE, "word") == "float32_zero_point":
-        x = x + shift[:, None] * total[None, :]
+        x = x + by_key(shift, SPEC) * by_column(total, SPEC)
     elif pick(SIDE, "offset") != 0.0:
-        x = x - (total * (pick(SIDE, "unit") * pick(SIDE, "offset")))[None, :]
-    x = x * scale[:, None]
+        x = x - by_column(total * (pick(SIDE, "unit") * pick(SIDE, "offset")), SPEC)
+    x = x * by_key(scale, SPEC)
     if pick(SIDE, "word") == "float16_pair":
-        x = x + shift[:, None] * total[None, :]
+        x = x + by_key(shift, SPEC) * by_column(total, SPEC)
     if pick(SPEC, "soft_cap") > 0:
         cap: tl.constexpr = pick(SPEC, "soft_cap")
         x = tanh(x) * (cap * LOG2_E)
@@ -159,9 +182,11 @@ def _logits(scores, words, column, SPEC: tl.constexpr):
 @triton.jit
 def _mask(x, key, lo, hi, position, biases, SPEC: tl.constexpr):
     """Add the biases, and hide the keys that a query does not see."""
-    visible = (key >= lo)[:, None] & (key < hi)[:, None] & (key[:, None] <= position[None, :])
+    visible = by_key((key >= lo) & (key < hi), SPEC) & (
+        by_key(key, SPEC) <= by_column(position, SPEC)
+    )
     if pick(SPEC, "window") > 0:
-        visible = visible & (key[:, None] > position[None, :] - pick(SPEC, "window"))
+        visible = visible & (by_key(key, SPEC) > by_column(position, SPEC) - pick(SPEC, "window"))
     if pick(SPEC, "biased"):
         slopes = biases[0]
         query_bias = biases[1]
@@ -170,16 +195,16 @@ def _mask(x, key, lo, hi, position, biases, SPEC: tl.constexpr):
         logit_bias = biases[5]
         bias = tl.zeros(x.shape, tl.float32)
         if pick(SPEC, "has_slopes"):
-            away = (key[:, None] - position[None, :]).to(tl.float32)
-            bias = bias + slopes[None, :] * away
+            away = (by_key(key, SPEC) - by_column(position, SPEC)).to(tl.float32)
+            bias = bias + by_column(slopes, SPEC) * away
         if pick(SPEC, "has_query_bias"):
             new = key - context
-            live = ((new >= 0) & (new < biases[3]))[:, None] & query_bias_live[None, :]
-            at = query_bias[None, :] + new[:, None]
+            live = by_key((new >= 0) & (new < biases[3]), SPEC) & by_column(query_bias_live, SPEC)
+            at = by_column(query_bias, SPEC) + by_key(new, SPEC)
             bias = bias + tl.load(at, mask=visible & live, other=0.0)
         if pick(SPEC, "has_logit_bias"):
-            live = (key < biases[7])[:, None] & biases[6][None, :]
-            at = logit_bias[None, :] + key[:, None]
+            live = by_key(key < biases[7], SPEC) & by_column(biases[6], SPEC)
+            at = by_column(logit_bias, SPEC) + by_key(key, SPEC)
             bias = bias + tl.load(at, mask=visible & live, other=0.0)
         visible = visible & (bias != float("-inf"))
         x = x + bias * LOG2_E
@@ -226,12 +251,18 @@ def attend_tile(
     SPEC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Softmax and sums of one tile. `state` is maxima, sums, shifts, room and accumulators."""
+    """Softmax and sums of one tile. `state` is maxima, sums, shifts, room and accumulators.
+
+    Sums and shifts stay `[PIECE, COLUMNS]` from tile to tile, without a sum over threads; with
+    queries as rows, where that would be many registers, they are `[COLUMNS]`.
+    """
     PIECE: tl.constexpr = pick(SPEC, "piece")
     NUM: tl.constexpr = pick(SPEC, "tile") // PIECE
     WIDE: tl.constexpr = pick(SPEC, "wide")
     PTX: tl.constexpr = pick(SPEC, "ptx")
     SHIFTS: tl.constexpr = pick(pick(SPEC, "value"), "shifts")
+    ROWS: tl.constexpr = pick(SPEC, "query_rows")
+    KEYS: tl.constexpr = 1 if ROWS else 0
     peak, total, shifts, largest, accumulators = state
 
     logits = ()
@@ -251,7 +282,7 @@ def attend_tile(
     top = logits[0]
     for i in tl.static_range(1, NUM):
         top = tl.maximum(top, logits[i])
-    new_peak = tl.maximum(peak, tl.max(top, 0))
+    new_peak = tl.maximum(peak, tl.max(top, KEYS))
     decay = tl.exp2(peak - new_peak)
 
     scales = ()
@@ -265,15 +296,17 @@ def attend_tile(
         room = 1.0
         change = decay
     else:
-        reach = tl.abs(scales[0])
-        if MASKED:
-            key = t + tl.arange(0, PIECE)
-            reach = tl.where((key >= lo) & (key < hi), reach, 0.0)
-        for i in tl.static_range(1, NUM):
+        reach = tl.zeros([PIECE], tl.float32)
+        for i in tl.static_range(NUM):
             size = tl.abs(scales[i])
             if MASKED:
-                key = t + i * PIECE + tl.arange(0, PIECE)
-                size = tl.where((key >= lo) & (key < hi), size, 0.0)
+                # What no query sees may be large.
+                if pick(SPEC, "biased"):
+                    some = tl.max(seen[i].to(tl.int32), 1 - KEYS) > 0
+                else:
+                    key = t + i * PIECE + tl.arange(0, PIECE)
+                    some = (key >= lo) & (key < hi)
+                size = tl.where(some, size, 0.0)
             reach = tl.maximum(reach, size)
         reach = tl.maximum(largest, tl.max(reach, 0))
         room = room_of(reach)
@@ -281,20 +314,20 @@ def attend_tile(
 
     sums = accumulators
     if tl.max((change != 1.0).to(tl.int32), 0) > 0:
-        total = total * decay[None, :]
+        total = total * (decay if ROWS else decay[None, :])
         if SHIFTS:
-            shifts = shifts * change[None, :]
+            shifts = shifts * (change if ROWS else change[None, :])
         changes = change
         if pick(SPEC, "columns") < 8 and not WIDE:
             changes = tl.join(change, change).reshape(2 * pick(SPEC, "columns"))
         scaled = ()
         for j in tl.static_range(len(sums)):
-            scaled = scaled + (sums[j] * changes[None, :],)
+            scaled = scaled + (sums[j] * by_column(changes, SPEC),)
         sums = scaled
     for i in tl.static_range(NUM):
-        p = tl.exp2(logits[i] - new_peak[None, :])
-        total = total + p
-        weights = p * (scales[i] * room)[:, None]
+        p = tl.exp2(logits[i] - by_column(new_peak, SPEC))
+        total = total + (tl.sum(p, 1) if ROWS else p)
+        weights = p * by_key(scales[i] * room, SPEC)
         if MASKED:
             weights = tl.where(seen[i], weights, 0.0)
         if not WIDE:
@@ -303,10 +336,10 @@ def attend_tile(
             # The weights that the levels get: an error of theirs is then no shift of the row.
             moved = weights.to(total.dtype)
             if pick(pick(SPEC, "value"), "word") != "float32":
-                moved = moved * moves[i][:, None]
+                moved = moved * by_key(moves[i], SPEC)
                 if MASKED:
                     moved = tl.where(seen[i], moved, 0.0)
-            shifts = shifts + moved
+            shifts = shifts + (tl.sum(moved, 1) if ROWS else moved)
         streams = operands(values[0][i], values[1][i], tables[1], pick(SPEC, "value"), PTX, WIDE)
         sums = _weigh(sums, streams, weights, SPEC)
     return new_peak, total, shifts, reach, sums

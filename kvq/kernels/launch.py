@@ -198,6 +198,8 @@ class AttentionPlan(NamedTuple):
     least_split: int
     most_split: int
     splits: int
+    #: Products with queries as rows: they pay for many.
+    query_rows: bool
 
     @property
     def searches(self) -> bool:
@@ -231,6 +233,11 @@ MOST_SPLIT: Final = 4096
 SPLITS: Final = 32
 #: Keys of a split where a sequence has many queries.
 PREFILL_SPLIT: Final = 32_768
+#: Rows of queries, keys of an iteration, warps and iterations in flight of a program there.
+PREFILL_ROWS: Final = 64
+PREFILL_TILE: Final = 64
+PREFILL_WARPS: Final = 4
+PREFILL_STAGES: Final = 2
 #: Query columns of a program with more than one token.
 MOST_COLUMNS: Final = 16
 #: Bytes of codes of one side in an iteration; larger ones leave too few warps room.
@@ -244,7 +251,7 @@ ATTENTION_REGISTERS: Final = 168
 
 
 def attention_plans(
-    group: int, most_queries: int, row_bytes: int, head_dim: int
+    group: int, most_queries: int, row_bytes: int, head_dim: int, *, wide: bool, looks_up: bool
 ) -> list[AttentionPlan]:
     """The launches that a batch may need.
 
@@ -255,19 +262,42 @@ def attention_plans(
         most_queries: That a sequence may have.
         row_bytes: Bytes of the codes of a row, of the larger side.
         head_dim: Of the larger side.
+        wide: Float64 throughout.
+        looks_up: Whether both bytes of a float16 level are looked up, which takes registers.
     """
     tile = PIECE
-    while tile < 64 and 2 * tile * row_bytes <= TILE_BYTES:
+    while tile < (32 if looks_up else 64) and 2 * tile * row_bytes <= TILE_BYTES:
         tile *= 2
     heads = min(group, MOST_COLUMNS)
     plans = []
     for fewest, most in ((1, 1), (2, MOST_DECODED), (MOST_DECODED + 1, 2**31 - 1)):
         if most_queries < fewest:
             continue
-        tokens = min(most, max(1, MOST_COLUMNS // heads))
+        decodes = most <= MOST_DECODED
+        rows = not decodes and not wide
+        tokens = min(most, max(1, (PREFILL_ROWS if rows else MOST_COLUMNS) // heads))
         columns = max(4, triton.next_power_of_2(tokens * heads))
         small = columns == 4 and head_dim <= 128
-        decodes = most <= MOST_DECODED
+        if rows:
+            plans.append(
+                AttentionPlan(
+                    fewest=fewest,
+                    most=most,
+                    tokens=tokens,
+                    heads=heads,
+                    columns=columns,
+                    tile=PREFILL_TILE,
+                    piece=PREFILL_TILE,
+                    stages=PREFILL_STAGES,
+                    warps=PREFILL_WARPS,
+                    registers=None,
+                    least_split=PREFILL_SPLIT,
+                    most_split=PREFILL_SPLIT,
+                    splits=1,
+                    query_rows=True,
+                )
+            )
+            continue
         plans.append(
             AttentionPlan(
                 fewest=fewest,
@@ -279,10 +309,11 @@ def attention_plans(
                 piece=PIECE,
                 stages=ATTENTION_STAGES,
                 warps=1,
-                registers=ATTENTION_REGISTERS if small else None,
+                registers=ATTENTION_REGISTERS if small and not looks_up else None,
                 least_split=LEAST_SPLIT,
                 most_split=MOST_SPLIT if decodes else PREFILL_SPLIT,
                 splits=SPLITS if decodes else 1,
+                query_rows=False,
             )
         )
     return plans

@@ -218,13 +218,12 @@ def _codebook_kind(
         step = levels[1] - levels[0]
         return "affine", step * 2.0**24, -levels[0] / step * 2.0**-24, ()
     if accuracy == 0.0:
-        kind = "levels" if len(levels) <= MOST_CONSTANT_LEVELS else "table"
-        return kind, 1.0, 0.0, levels
+        return "table", 1.0, 0.0, levels
     unit, halves = fit_halves(levels)
     if len(levels) > MOST_CONSTANT_LEVELS:
         return "table", unit, 0.0, halves
     if bits != 2 or not ptx:
-        return ("halves" if ptx and bits == 4 else "levels"), unit, 0.0, halves
+        return ("halves" if ptx else "levels"), unit, 0.0, halves
     step, zero, integers, error = fit_bytes(levels)
     if error <= BYTE_SHARE * accuracy:
         scale = 2.0**24
@@ -290,6 +289,17 @@ def _halves_ptx(spec, stream):
     words = spec.level_bits
     low = [word & 0xFF for word in words]
     high = [word >> 8 for word in words]
+    if spec.bits == 3:
+        # The codes of both integers come to lie in the two lowest nibbles.
+        tables = [_pack_bytes(table[i : i + 4]) for table in (low, high) for i in (0, 4)]
+        return (
+            "{ .reg .b32 s, t, l, h; "
+            f"shr.u32 s, $1, {2 * stream}; and.b32 s, s, 0x00030003; "
+            f"shr.u32 t, $2, {stream}; and.b32 t, t, 0x00010001; mad.lo.u32 s, t, 4, s; "
+            "shr.u32 t, s, 12; or.b32 s, s, t; "
+            f"prmt.b32 l, {tables[0]:#x}, {tables[1]:#x}, s; "
+            f"prmt.b32 h, {tables[2]:#x}, {tables[3]:#x}, s; prmt.b32 $0, l, h, 0x5140; }}"
+        )
     head = "{ .reg .b32 y, s, z, g, l, h, m, n; prmt.b32 y, $1, $1, 0x3120; "
     if spec.bits == 2:
         odd, which = stream % 2, stream // 2
@@ -384,6 +394,10 @@ def _level_operand(
     KIND: tl.constexpr = pick(SPEC, "kind")
     if KIND == "bytes":
         y = _in_pairs(x, _bytes_ptx(SPEC, J))
+    elif KIND == "halves" and pick(SPEC, "bits") == 3:
+        y = tl.inline_asm_elementwise(
+            _halves_ptx(SPEC, J), "=r,r,r", [x, high], dtype=tl.float16, is_pure=True, pack=2
+        )
     elif KIND == "halves":
         y = _in_pairs(x, _halves_ptx(SPEC, J))
     else:
