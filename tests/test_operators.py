@@ -80,7 +80,7 @@ def attention_arguments(
     key_cache, value_cache = caches()
     values = [getattr(features, item.name) for item in fields(AttentionFeatures)]
     arguments = (query(), *side(key_cache), *side(value_cache), *batch(), 0.2, *values)
-    return (*arguments, return_lse, None, tier)
+    return (*arguments, return_lse, 3, None, tier)
 
 
 def operator_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
