@@ -21,11 +21,15 @@ from kvq.tier import QuantizedKV, Tier
 #: Rows of the digest set, half of them planted.
 DIGEST_ROWS = 65_536
 #: Rows that are made and compared at a time.
-CHUNK_ROWS = 2**20
-#: Head sizes of the volume set take turns, a chunk each.
-HEAD_DIMS = (64, 128, 96)
-#: Input dtypes take turns as well.
-DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+CHUNK_ROWS = 2**19
+#: Head sizes and input dtypes of the volume set take turns, a chunk each.
+FORMS = (
+    (128, torch.bfloat16),
+    (64, torch.float16),
+    (128, torch.float32),
+    (96, torch.bfloat16),
+    (256, torch.float32),
+)
 
 
 class Mismatches(NamedTuple):
@@ -169,7 +173,6 @@ def _volume(rows: int, device: str) -> Iterator[tuple[int, Tensor]]:
         make = planted_rows if index % 8 == 0 else random_rows
         # Planted rows are sixteen tensors until one is picked of them.
         count = CHUNK_ROWS // 8 if index % 8 == 0 else CHUNK_ROWS
-        head_dim = HEAD_DIMS[index % len(HEAD_DIMS)]
-        dtype = DTYPES[index // len(HEAD_DIMS) % len(DTYPES)]
+        head_dim, dtype = FORMS[index % len(FORMS)]
         for part in range(start, start + CHUNK_ROWS, count):
             yield part, make(part, count, head_dim, seed=index, device=device).to(dtype)
