@@ -1,0 +1,144 @@
+"""Compile packed attention for a target without a GPU, and say what the compiler made of it.
+
+A process of its own, since the tests run the kernels interpreted:
+
+    python -m tests.parity.compile_attention cuda:90 1 int4 int8/int2
+
+prints one JSON object for each kernel that `paged_attention` launches for sequences of one new
+token: mode, target, kernel, bytes of local and of shared memory. The launches themselves are
+recorded and compiled, so nothing here repeats what they pass.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kvq.kernels import launch, paged_attention
+from kvq.modes import Mode
+from kvq.modes import mode as find_mode
+from kvq.tier import AttentionFeatures, new_paged_kv
+from tests.cases import VARIANTS
+from tests.parity.compile_kernels import local_bytes
+
+POINTERS = {
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+}
+
+
+def source_of(kernel: JITFunction, values: dict[str, object]) -> ASTSource:
+    """A launch with these arguments, specialized as a launch is."""
+    signature, fixed, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        name, value = parameter.name, values[parameter.name]
+        special = not parameter.do_not_specialize
+        if parameter.is_constexpr or (special and isinstance(value, int) and value == 1):
+            signature[name], fixed[name] = "constexpr", value
+            continue
+        if isinstance(value, Tensor):
+            signature[name] = POINTERS[value.dtype]
+            place = value.data_ptr()
+        elif isinstance(value, int):
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            place = value
+        else:
+            signature[name], place = "fp32", 1
+        if special and place % 16 == 0:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, fixed, attributes)
+
+
+def compile_attention(
+    modes: tuple[Mode, Mode],
+    target: GPUTarget,
+    query_tokens: int,
+    *,
+    head_dim: int = 128,
+    heads: tuple[int, int] = (32, 8),
+    block_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    features: AttentionFeatures = AttentionFeatures(),  # noqa: B008 (frozen)
+) -> Iterator[tuple[str, triton.compiler.CompiledKernel]]:
+    """Every kernel that is launched for two sequences of `query_tokens` new tokens each."""
+    cuda = target.backend == "cuda"
+    launches = []
+
+    def record(kernel, *args, grid, warmup, **kwargs):
+        names = [parameter.name for parameter in kernel.params]
+        values = dict(zip(names, args, strict=False)) | kwargs
+        options = {name: value for name, value in kwargs.items() if name not in names}
+        launches.append((kernel, values, options))
+
+    caches = [new_paged_kv(64, block_size, heads[1], head_dim, mode) for mode in modes]
+    index = torch.arange(3, dtype=torch.int32)
+    with (
+        mock.patch.object(JITFunction, "run", record),
+        mock.patch.object(launch, "check_device"),
+        mock.patch.object(launch, "has_shuffle", return_value=cuda),
+        mock.patch.object(launch, "has_early_launch", return_value=cuda and target.arch >= 90),
+    ):
+        paged_attention(
+            torch.zeros(2 * query_tokens, heads[0], head_dim, dtype=dtype),
+            *caches,
+            torch.zeros(2, 32, dtype=torch.int32),
+            index[:2] + 300,
+            index * query_tokens,
+            scale=1.0,
+            features=features,
+            check=False,
+            max_query_len=query_tokens,
+        )
+    for kernel, values, options in launches:
+        plan = values.get("SPEC")
+        if plan is not None and not plan.fewest <= query_tokens <= plan.most:
+            continue
+        known = {k: v for k, v in options.items() if cuda or k == "num_warps"}
+        source = source_of(kernel, values)
+        yield kernel.fn.__name__, triton.compile(source, target=target, options=known)
+
+
+def find_modes(text: str) -> tuple[Mode, Mode]:
+    """`key/value` or one mode for both; the modes of `tests.cases.VARIANTS` too."""
+    key, _, value = text.partition("/")
+    found = [
+        VARIANTS[name] if name in VARIANTS else find_mode(name) for name in (key, value or key)
+    ]
+    return found[0], found[1]
+
+
+def main() -> None:
+    backend, arch = sys.argv[1].split(":")
+    cuda = backend == "cuda"
+    target = GPUTarget(backend, int(arch) if cuda else arch, 32 if cuda else 64)
+    for name in sys.argv[3:]:
+        for kernel, compiled in compile_attention(find_modes(name), target, int(sys.argv[2])):
+            record = {
+                "mode": name,
+                "target": sys.argv[1],
+                "kernel": kernel,
+                "shared": compiled.metadata.shared,
+            }
+            if cuda and int(arch) == 90:
+                record["local"] = local_bytes(compiled)
+            print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Packed attention compiles for every target, without spills where one token is decoded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvq.modes import MODES, short_name
+
+pytest.importorskip("triton")
+
+#: One pair for each kind of code: digits of integers, e4m3, pairs, bytes and halves of 2 bits,
+#: halves of 4, one bit, three bits, a table, and K and V of different kinds.
+KINDS = (
+    "int4",
+    "int8",
+    "fp8",
+    "affine4",
+    "int2",
+    "smax2",
+    "lloyd4",
+    "lloyd1",
+    "lloyd3",
+    "lloyd4+even_255",
+    "int8/int2",
+    "smax4/fp8",
+)
+LAUNCHED = {"_prepare_kernel", "attend_kernel", "_combine_kernel"}
+
+
+def compiled(target: str, tokens: int, modes: tuple[str, ...]) -> list[dict[str, object]]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        (sys.executable, "-m", "tests.parity.compile_attention", target, str(tokens), *modes),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    records = [json.loads(line) for line in found.stdout.splitlines()]
+    for mode in modes:
+        assert {record["kernel"] for record in records if record["mode"] == mode} == LAUNCHED
+    return records
+
+
+def test_decoding_on_hopper_spills_nothing() -> None:
+    for record in compiled("cuda:90", 1, ("int4", "int8/int2")):
+        assert record["local"] == 0, record
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_mode_on_hopper() -> None:
+    for record in compiled("cuda:90", 1, (*map(short_name, MODES), *KINDS)):
+        assert record["local"] == 0, record
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("tokens", [5, 200])
+def test_more_tokens_on_hopper(tokens: int) -> None:
+    compiled("cuda:90", tokens, KINDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("arch", [80, 89, 100, 120])
+def test_every_kind_on_other_nvidia_gpus(arch: int) -> None:
+    compiled(f"cuda:{arch}", 1, KINDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("tokens", [1, 200])
+def test_every_kind_on_amd(tokens: int) -> None:
+    compiled("hip:gfx942", tokens, KINDS)
