@@ -26,11 +26,10 @@ def _merge_kernel(
     D: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
-    WIDE: tl.constexpr,
     HAS_SINK: tl.constexpr,
 ):
     """Weigh R rows of every part; `outputs` and `log_sum_exps` are tuples of pointers."""
-    FLOAT: tl.constexpr = tl.float64 if WIDE else tl.float32
+    FLOAT: tl.constexpr = tl.float64
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     live = row < num_rows
     channel = tl.arange(0, C)[None, :]
@@ -72,8 +71,7 @@ def merge_attention(
 ) -> AttentionOutput:
     """Triton mirror of `kvq.reference.merge_attention`.
 
-    Outputs in half precision are merged in float32, unless the log-sum-exps are float64; others in
-    float64.
+    It works in float64, and rounds once.
     """
     check_merge(parts, sink_logits)
     like_output, like_lse = parts[0]
@@ -97,7 +95,6 @@ def merge_attention(
         D=dim,
         C=triton.next_power_of_2(dim),
         R=rows,
-        WIDE=output.element_size() >= 4 or log_sum_exp.dtype is torch.float64,
         HAS_SINK=sink_logits is not None,
         num_warps=4,
     )
