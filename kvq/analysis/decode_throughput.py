@@ -251,6 +251,12 @@ def _peer_times(shape: Shape, timer: _Timer) -> dict[str, float]:
     return times
 
 
+def _bytes_read(modes: tuple[Mode, Mode], shape: Shape) -> int:
+    """Bytes of the codes and words of a batch, keys and values."""
+    rows = shape.batch * shape.context * KV_HEADS
+    return rows * sum(mode.bytes_per_token_head(HEAD_DIM) for mode in modes)
+
+
 def _read_rate(bytes_read: int, timer: _Timer) -> float:
     """Bytes a millisecond of a pass that only reads as many."""
     data = torch.randint(0, 2**31 - 1, (-(-bytes_read // 4),), dtype=torch.int32, device="cuda")
@@ -286,12 +292,16 @@ def bench_decode(
     peers = {shape: _peer_times(shape, timer) for shape in shapes}
     for shape, times in peers.items():
         watch(f"bf16 {shape}: {times}")
+    rates = {
+        size: _read_rate(size, timer)
+        for size in {_bytes_read(pair, shape) for pair in modes for shape in shapes}
+    }
     rows = [
         row
         for (keys, values), (layout, block_size) in itertools.product(modes, layouts)
-        for row in _time_mode(keys, values, layout, block_size, shapes, peers, timer, watch)
+        for row in _time_mode(keys, values, layout, block_size, shapes, peers, rates, timer, watch)
     ]
-    return _mark_best(rows)
+    return mark_best(rows)
 
 
 def _time_mode(
@@ -301,6 +311,7 @@ def _time_mode(
     block_size: int,
     shapes: Sequence[Shape],
     peers: dict[Shape, dict[str, float]],
+    rates: dict[int, float],
     timer: _Timer,
     watch: Callable[[str], None],
 ) -> Iterator[DecodeTime]:
@@ -312,14 +323,13 @@ def _time_mode(
     blocks = max(shape.batch * -(-shape.context // block_size) for shape in shapes)
     keys = random_cache(key_mode, blocks, block_size, layout, generator)
     values = random_cache(value_mode, blocks, block_size, layout, generator)
-    row_bytes = key_mode.bytes_per_token_head(HEAD_DIM) + value_mode.bytes_per_token_head(HEAD_DIM)
     for shape in shapes:
         case = _case(shape, keys, values, block_size, generator)
         ms = timer(case.attend)
         peer = min(peers[shape], key=peers[shape].__getitem__)
         best = peers[shape][peer]
-        size = shape.batch * shape.context * KV_HEADS * row_bytes
-        share = size / ms / _read_rate(size, timer)
+        size = _bytes_read((key_mode, value_mode), shape)
+        share = size / ms / rates[size]
         row = DecodeTime(
             str(key_mode), str(value_mode), str(layout), block_size, *shape, ms, best, peer,
             ms / best, share, error, False,
@@ -328,7 +338,8 @@ def _time_mode(
         yield row
 
 
-def _mark_best(rows: Sequence[DecodeTime]) -> list[DecodeTime]:
+def mark_best(rows: Sequence[DecodeTime]) -> list[DecodeTime]:
+    """The rows, the fastest of each pair of modes, batch and context marked as such."""
     fastest: dict[tuple[object, ...], float] = {}
     for row in rows:
         if row.query_tokens == 1:

@@ -11,13 +11,12 @@ import typer
 from kvq.commands.output import Json, print_json, print_table, say
 from kvq.modes import MODES, Mode
 from kvq.modes import mode as resolve_mode
-from kvq.scale_word import StoredWord
 from kvq.tier import Layout
 
 EXAMPLES: Final = (
     "kvq bench write",
     "kvq bench write --mode int4 --tokens 65536 --tokens 16 --json",
-    "kvq bench decode --mode int4 --out results/decode-h200.json",
+    "kvq bench decode --mode int4 --more --out results/decode-h200.json",
 )
 
 
@@ -26,6 +25,10 @@ def command(
     what: Annotated[str, typer.Argument(help="What to time: write or decode.")],
     mode: Annotated[list[str] | None, typer.Option(help="A mode; all, if none is given.")] = None,
     tokens: Annotated[list[int] | None, typer.Option(help="Tokens of a write: 65536.")] = None,
+    more: Annotated[
+        bool,
+        typer.Option(help="decode: also NHD, several queries, a long prompt and other batches."),
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Keep the rows in this JSON file.")] = None,
     json: Json = False,
 ) -> None:
@@ -38,7 +41,7 @@ def command(
     if what not in ("write", "decode"):
         raise ValueError(f"what must be write or decode, got {what!r}")
     modes = [resolve_mode(name) for name in mode] if mode else list(MODES.values())
-    rows = _write(modes, tokens or [65_536]) if what == "write" else _decode(modes, not mode)
+    rows = _write(modes, tokens or [65_536]) if what == "write" else _decode(modes, more)
     records = [row._asdict() for row in rows]
     if out is not None:
         from kvq.analysis.results import write_result
@@ -83,21 +86,17 @@ def _write(modes: list[Mode], tokens: list[int]) -> list[Any]:
     ]
 
 
-def _decode(modes: list[Mode], everything: bool) -> list[Any]:
-    """The table of shapes for each mode; with everything also what is about them, for one."""
+def _decode(modes: list[Mode], more: bool) -> list[Any]:
+    """The table of shapes for each mode, and with `more` what is about them."""
     from kvq.analysis import decode_throughput as decode
 
-    def watch(line: str) -> None:
-        say(line)
+    def time(shapes: Any, *layouts: tuple[Layout, int]) -> list[Any]:
+        pairs = [(mode, mode) for mode in modes]
+        return decode.bench_decode(pairs, shapes, layouts, watch=say)
 
-    rows = decode.bench_decode([(one, one) for one in modes], watch=watch)
-    if everything:
-        seed = [(one, one) for one in modes[:4]]
-        rows += decode.bench_decode(
-            seed, decode.SHAPES[:1], ((Layout.NHD, 16), (Layout.NHD, 64)), watch=watch
-        )
-        shapes = (*decode.VERIFY_SHAPES, decode.PREFILL_SHAPE)
-        rows += decode.bench_decode(seed, shapes, ((Layout.HND, 64),), watch=watch)
-        int4 = [(one, one) for one in modes if one.word is StoredWord.FLOAT32_ZERO_POINT]
-        rows += decode.bench_decode(int4, decode.BATCHES, ((Layout.HND, 64),), watch=watch)
-    return rows
+    rows = time(decode.SHAPES, (Layout.HND, 16), (Layout.HND, 64))
+    if more:
+        rows += time(decode.SHAPES[:1], (Layout.NHD, 16), (Layout.NHD, 64))
+        rows += time((*decode.VERIFY_SHAPES, decode.PREFILL_SHAPE), (Layout.HND, 64))
+        rows += time(decode.BATCHES, (Layout.HND, 64))
+    return decode.mark_best(rows)
