@@ -280,6 +280,25 @@ def test_scales_far_apart_and_outliers(
     assert_within_budget(batch, tier=kernels)
 
 
+@pytest.mark.parametrize("grows", [True, False], ids=["growing", "shrinking"])
+@pytest.mark.parametrize("names", [(), ("bias",)], ids=["plain", "bias"])
+def test_scales_that_change_from_tile_to_tile(grows: bool, names: tuple[str, ...]) -> None:
+    """Uniform weights, so that every row counts."""
+    torch.manual_seed(4)
+    sizes = torch.logspace(-2, 2, 200)[:, None, None]
+    rows = torch.randn(200, 1, 32).abs() * (sizes if grows else sizes.flip(0))
+    for modes in ((INT8, INT4), (INT4, INT8), (INT2, find_mode("affine4"))):
+        batch = make_batch(
+            [200], [1], heads=(2, 1), dims=(32, 32), modes=modes, dtype=torch.float16,
+            values=[rows],
+        )  # fmt: skip
+        batch.scale = 0.0
+        features = make_features(names, batch)
+        if features.logit_bias is not None:
+            features = replace(features, logit_bias=features.logit_bias.clamp(max=0))
+        assert_within_budget(batch, features, tier=kernels)
+
+
 def test_large_queries_and_small_ones() -> None:
     for factor in (1e-30, 1e-6, 2e4):
         batch = make_batch([30], [1], heads=(2, 1), dtype=torch.bfloat16, modes=(INT4, INT8))
