@@ -19,6 +19,8 @@ from kvq.modes import Mode, ScaleFit
 
 #: Whether kernels run in Triton's interpreter, on the CPU.
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0") == "1"
+#: Major and minor version of the compiler.
+TRITON: Final = tuple(int(part) for part in triton.__version__.split(".")[:2])
 #: A row this long or shorter lives in the registers of one thread.
 VALUES_PER_THREAD: Final = 128
 #: Channels of a thread where rows are not rotated and so are spread over the threads.
@@ -27,8 +29,9 @@ SPREAD_VALUES: Final = 32
 MAX_REGISTERS: Final = 168
 #: Channels of a part (see `part_of`) and registers of a thread where a scale is fitted to a
 #: codebook, by bits of a code: at head size 128 nothing spills on Hopper, with triton 3.6 and 3.7.
+#: Four bits need 192 registers with 3.7 only; with 168 two more warps share a multiprocessor.
 FITTED: Final[Mapping[int, tuple[int, int]]] = MappingProxyType(
-    {1: (8, 200), 2: (8, 255), 3: (16, 232), 4: (32, 192)}
+    {1: (8, 200), 2: (8, 255), 3: (16, 232), 4: (16, 168) if TRITON < (3, 7) else (32, 192)}
 )
 #: Warps of one program of the row kernels.
 ROW_WARPS: Final = 2
