@@ -251,6 +251,8 @@ PIECE: Final = 16
 ATTENTION_STAGES: Final = 3
 #: Registers of a thread for one token of four heads: twelve warps share a multiprocessor.
 ATTENTION_REGISTERS: Final = 168
+#: The same where levels are looked up byte by byte.
+LOOK_UP_REGISTERS: Final = 232
 
 
 def attention_plans(
@@ -312,7 +314,9 @@ def attention_plans(
                 piece=PIECE,
                 stages=ATTENTION_STAGES,
                 warps=1,
-                registers=ATTENTION_REGISTERS if small and not looks_up else None,
+                registers=(LOOK_UP_REGISTERS if looks_up else ATTENTION_REGISTERS)
+                if small
+                else None,
                 least_split=LEAST_SPLIT,
                 most_split=MOST_SPLIT if decodes else PREFILL_SPLIT,
                 splits=SPLITS if decodes else 1,

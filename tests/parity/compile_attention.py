@@ -5,15 +5,21 @@ A process of its own, since the tests run the kernels interpreted:
     python -m tests.parity.compile_attention cuda:90 1 int4 int8/int2
 
 prints one JSON object for each kernel that `paged_attention` launches for sequences of one new
-token: mode, target, kernel, bytes of local and of shared memory. The launches themselves are
+token: mode, target, kernel, bytes of local and of shared memory, and for CUDA 90 the instructions
+of the loop over keys that are whole (`loop`: how many of each kind). The launches themselves are
 recorded and compiled, so nothing here repeats what they pass.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -114,6 +120,32 @@ def compile_attention(
         yield kernel.fn.__name__, triton.compile(source, target=target, options=known)
 
 
+def loop_instructions(compiled: triton.compiler.CompiledKernel) -> Counter[str]:
+    """Machine instructions, by kind, of the shortest loop with the most matrix operations."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        text = subprocess.run(
+            (tool, "-c", file.name), capture_output=True, text=True, check=True
+        ).stdout
+    labels: dict[str, int] = {}
+    kinds: list[str] = []
+    loops = []
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(kinds)
+        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)(.*);", line):
+            kinds.append(found[1])
+            target = re.search(r"\.L_x_\d+", found[2]) if found[1] == "BRA" else None
+            if target and target[0] in labels:
+                loops.append(Counter(kinds[labels[target[0]] :]))
+    matrix = [sum(loop[kind] for kind in ("HMMA", "IMMA", "HGMMA", "IGMMA")) for loop in loops]
+    return min(
+        (loop for loop, count in zip(loops, matrix, strict=True) if count == max(matrix)),
+        key=lambda loop: loop.total(),
+    )
+
+
 def find_modes(text: str) -> tuple[Mode, Mode]:
     """`key/value` or one mode for both; the modes of `tests.cases.VARIANTS` too."""
     key, _, value = text.partition("/")
@@ -137,6 +169,8 @@ def main() -> None:
             }
             if cuda and int(arch) == 90:
                 record["local"] = local_bytes(compiled)
+                if kernel == "attend_kernel":
+                    record["loop"] = dict(loop_instructions(compiled).most_common())
             print(json.dumps(record), flush=True)
 
 
