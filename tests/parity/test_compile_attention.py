@@ -31,7 +31,7 @@ KINDS = (
 )
 #: What spills: levels of eight bits, each gathered from memory.
 SPILLS = {"lloyd4+even_255"}
-LAUNCHED = {"_prepare_kernel", "attend_kernel", "_combine_kernel"}
+LAUNCHED = {"_prepare_kernel", "attend_kernel", "combine_kernel"}
 
 
 def compiled(target: str, tokens: int, modes: tuple[str, ...]) -> list[dict[str, object]]:
