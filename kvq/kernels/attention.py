@@ -126,7 +126,7 @@ def paged_attention(
         row_bytes,
         max(head_dim, value_dim),
         wide=wide,
-        looks_up="halves" in (key_kind, value_side.kind),
+        crowded="halves" in (key_kind, value_side.kind) or value_side.streams > 8,
     ):
         # Where queries are few their digits cost nothing, and integers are had for less than
         # float16 numbers. Many queries are float16 numbers; one will do for a bfloat16 query.

@@ -251,12 +251,12 @@ PIECE: Final = 16
 ATTENTION_STAGES: Final = 3
 #: Registers of a thread for one token of four heads: twelve warps share a multiprocessor.
 ATTENTION_REGISTERS: Final = 168
-#: The same where levels are looked up byte by byte.
-LOOK_UP_REGISTERS: Final = 232
+#: The same where operands take more.
+CROWDED_REGISTERS: Final = 232
 
 
 def attention_plans(
-    group: int, most_queries: int, row_bytes: int, head_dim: int, *, wide: bool, looks_up: bool
+    group: int, most_queries: int, row_bytes: int, head_dim: int, *, wide: bool, crowded: bool
 ) -> list[AttentionPlan]:
     """The launches that a batch may need.
 
@@ -268,10 +268,11 @@ def attention_plans(
         row_bytes: Bytes of the codes of a row, of the larger side.
         head_dim: Of the larger side.
         wide: Float64 throughout.
-        looks_up: Whether both bytes of a float16 level are looked up, which takes registers.
+        crowded: Whether operands take many registers: both bytes of levels are looked up, or an
+            integer holds more than eight codes.
     """
     tile = PIECE
-    while tile < (32 if looks_up else 64) and 2 * tile * row_bytes <= TILE_BYTES:
+    while tile < (32 if crowded else 64) and 2 * tile * row_bytes <= TILE_BYTES:
         tile *= 2
     heads = min(group, MOST_COLUMNS)
     plans = []
@@ -314,7 +315,7 @@ def attention_plans(
                 piece=PIECE,
                 stages=ATTENTION_STAGES,
                 warps=1,
-                registers=(LOOK_UP_REGISTERS if looks_up else ATTENTION_REGISTERS)
+                registers=(CROWDED_REGISTERS if crowded else ATTENTION_REGISTERS)
                 if small
                 else None,
                 least_split=LEAST_SPLIT,
