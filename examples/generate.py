@@ -29,4 +29,6 @@ def main(path: str, key_mode: str, value_mode: str, prompt: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 5:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

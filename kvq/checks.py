@@ -59,6 +59,16 @@ def check_shape(argument: str, value: Tensor, expected: tuple[int | None, ...], 
         raise ValueError(f"{argument} must be {axes} of shape [{wanted}], got {list(shape)}")
 
 
+def check_device_name(device: str) -> None:
+    """A device that a command is told must be there.
+
+    Raises:
+        ValueError: It is a CUDA device, and torch finds none.
+    """
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device must be one that torch finds, got {device!r}")
+
+
 def check_same_device(argument: str, value: Tensor, other: str, reference: Tensor) -> None:
     """Two tensors of one call must be on one device."""
     if value.device != reference.device:

@@ -26,6 +26,7 @@ from kvq.checks import (
     resolve_enum,
 )
 from kvq.modes import Mode, Rotation
+from kvq.modes import mode as resolve_mode
 
 #: The dtypes of slots, blocks and lengths.
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -161,7 +162,7 @@ def new_paged_kv(
     block_size: int,
     num_heads: int,
     head_dim: int,
-    mode: Mode,
+    mode: Mode | str,
     *,
     layout: Layout | str = Layout.HND,
     device: torch.device | str | None = None,
@@ -173,7 +174,7 @@ def new_paged_kv(
         block_size: Tokens in a page; need not be a power of two.
         num_heads: KV heads.
         head_dim: Channels of a row.
-        mode: How rows are stored.
+        mode: How rows are stored, or the name of it.
         layout: Order of the axes.
         device: Where; torch's default device if not given.
 
@@ -190,6 +191,7 @@ def new_paged_kv(
     ):
         if size < 1:
             raise ValueError(f"{argument} must be at least 1, got {size}")
+    mode = resolve_mode(mode)
     order = resolve_enum("layout", layout, Layout)
     inner = (num_heads, block_size) if order is Layout.HND else (block_size, num_heads)
     codes = torch.zeros(
@@ -367,6 +369,10 @@ def check_attention(
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     features.check(query, num_sequences)
+    if max_query_len is not None and (
+        not isinstance(max_query_len, int) or isinstance(max_query_len, bool)
+    ):
+        raise TypeError(f"max_query_len must be an int, got {type(max_query_len).__name__}")
     if max_query_len is not None and max_query_len < 1:
         raise ValueError(f"max_query_len must be at least 1, got {max_query_len}")
     if not checks_values(check, query):

@@ -497,3 +497,9 @@ def test_help_and_modes_load_nothing_heavy() -> None:
     subprocess.run(
         [sys.executable, "-c", program], check=True, cwd=ROOT, stdout=subprocess.DEVNULL
     )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there() -> None:
+    message = "device must be one that torch finds, got 'cuda'"
+    assert error("serving", "--recipe", "int4") == message

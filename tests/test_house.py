@@ -29,7 +29,7 @@ LONGER = {
     "kvq/kernels/operands.py": 600,
     "kvq/kernels/quantize.py": 600,
     "kvq/reference/lloyd_max.py": 650,
-    "kvq/tier.py": 500,
+    "kvq/tier.py": 520,
 }
 
 # Rooms from the ground up: a room imports from lower lines and from itself. The rooms of one line

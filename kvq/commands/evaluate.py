@@ -12,6 +12,7 @@ import typer
 from kvq.commands.output import Json, print_json, print_table, say
 
 if TYPE_CHECKING:
+    from kvq.checks import check_device_name
     from kvq.evaluation.run import EvaluationResult
 
 EXAMPLES: Final = (
@@ -90,6 +91,7 @@ def command(
         passkey=tuple(passkey or ()),
         context=context,
     )
+    check_device_name(device)
     recipes = [parse_recipe(one) for one in recipe] if recipe else default_recipes()
     prose = read_text(text)
     loaded = load_model(

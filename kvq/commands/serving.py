@@ -43,11 +43,13 @@ def command(
     Decoding steps are CUDA graphs on both sides. A ratio above 1 has more tokens per second than
     the fastest cache of transformers with its fastest SDPA backend.
     """
+    from kvq.checks import check_device_name
     from kvq.evaluation.recipes import parse_recipe
     from kvq.evaluation.serving import Workload, measure_serving
     from kvq.integrations.capture import read_dtype
     from kvq.integrations.models import random_model
 
+    check_device_name(device)
     workload = Workload(sequences, inputs, outputs, chunk)
     names = recipe or ["int8", "fp8", "int4", "affine4", "int2", "lloyd3", "smax4"]
     recipes = [parse_recipe(name) for name in names]

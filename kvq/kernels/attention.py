@@ -1,9 +1,8 @@
 """Triton mirror of `kvq.reference.attention`.
 
-Three launches: queries are rotated, scaled and split into float16 numbers; each program of the
-loop takes some queries over a split of the keys; and the splits are put together, the output
-rotated back. How a sequence is cut depends on its own length and number of queries alone, and so
-its bits do too.
+Three launches: queries are rotated, scaled and become operands; each program of the loop takes some
+queries over a split of the keys; and the splits are put together, the output rotated back. How a
+sequence is cut depends on its own length and number of queries alone, and so its bits do too.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ def paged_attention(
 ) -> Tensor | AttentionOutput:
     """Triton mirror of `kvq.reference.paged_attention`.
 
-    Not for float64 queries. A float16 or bfloat16 query is answered through float16 operands with
-    float32 sums, a float32 query in float64.
+    Not for float64 queries. A float16 or bfloat16 query is answered through integers or float16
+    numbers that hold it, with float32 sums; a float32 query in float64.
     """
     check_attention(
         query,

@@ -59,7 +59,8 @@ def _prepare_kernel(
     OUT_C: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Queries as operands, by stream; and for each the factor of its products, and its sum.
+    """Queries as operands, by stream; and for each the factor of its products, its sum, and what
+    is added for codes that come less 8.
 
     Queries before the first sequence and after the last are answered here: they see nothing.
     """

@@ -48,7 +48,7 @@ class LoopSpec:
     tokens: int
     #: `tokens * heads`, padded to a power of two of at least 4.
     columns: int
-    #: A query is the sum of so many float16 numbers.
+    #: A query is the sum of so many float16 numbers, an integer of so many digits, or one float64.
     parts: int
     #: Keys of an iteration, and of the pieces in which they are read.
     tile: int

@@ -158,7 +158,8 @@ def _weigh(accumulators, streams, weights, SPEC: tl.constexpr):
 def _logits(scores, words, column, SPEC: tl.constexpr):
     """Logits without biases, times `log2(e)` unless they are capped: from raw products.
 
-    `column` is the factor and the sum of each query, both scaled.
+    `column` is of each query the factor of its products, its sum, and what is added for codes that
+    come less 8, all scaled.
     """
     SIDE: tl.constexpr = pick(SPEC, "key")
     scale, shift = decode_words(words, SIDE)
@@ -227,7 +228,7 @@ def _value_scale(words, SPEC: tl.constexpr):
 
 @triton.jit
 def room_of(scale):
-    """The power of two that brings numbers up to `scale` below 2 to `WEIGHT_BITS` plus one."""
+    """The power of two that brings numbers up to `scale` below 2^15."""
     exponent = (scale.to(tl.int32, bitcast=True) >> 23) & 0xFF
     exponent = tl.minimum(tl.maximum(0 - exponent + WEIGHT_BITS, 1), 254)
     return (exponent << 23).to(tl.float32, bitcast=True)
@@ -251,7 +252,8 @@ def attend_tile(
     SPEC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Softmax and sums of one tile. `state` is maxima, sums, shifts, room and accumulators.
+    """Softmax and sums of one tile. `state` is maxima, sums, shifts, the largest scale so far
+    and accumulators.
 
     Sums and shifts stay `[PIECE, COLUMNS]` from tile to tile, without a sum over threads; with
     queries as rows, where that would be many registers, they are `[COLUMNS]`.

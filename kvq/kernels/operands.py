@@ -6,7 +6,10 @@ channel `j` of each group of `STREAMS` channels. Codes become float16 numbers th
 for a factor: an affine code is used where it lies in its integer, as the subnormal number
 `code * 2^(place - 24)`, which takes one AND.
 
-The functions with `PTX` are the same as those without, two values at a time.
+Keys may be read as bytes instead, and their codes as 8-bit integers (`digit_operands`), where the
+query is an integer of as many digits.
+
+The functions with `PTX` are the same as those without, two or four values at a time.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ MOST_CONSTANT_LEVELS = 16
 class SideSpec:
     """How one side of the cache becomes operands, as compile-time values.
 
-    A row reads `scale * (unit * operand * weight(stream) - offset)`, with the scale and, where
-    the stored word has one, the offset or minimum of the row.
+    A row reads `scale * unit * (operand * weight(stream) - offset)`, with the scale and, where
+    the stored word has one, less the zero-point or plus the minimum of the row.
     """
 
     head_dim: int

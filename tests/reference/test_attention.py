@@ -819,3 +819,20 @@ def test_the_first_offender_is_named():
     table = torch.tensor([[0, 9, 8], [7, 0, 0]])
     with pytest.raises(ValueError, match="got 9 for entry 1 of sequence 0"):
         paged_attention(**(arguments() | {"block_table": table}))
+
+
+@pytest.mark.parametrize(
+    ("most", "error", "message"),
+    [
+        (0, ValueError, "max_query_len must be at least 1, got 0"),
+        (True, TypeError, "max_query_len must be an int, got bool"),
+        (1.5, TypeError, "max_query_len must be an int, got float"),
+        (1, ValueError, "query_start_loc must give a sequence at most max_query_len (1) queries"),
+    ],
+)
+def test_a_promise_of_few_queries(most, error, message):
+    batch = make_batch([9, 4], [2, 1])
+    same_bits = batch.run(max_query_len=2)
+    assert same(same_bits, batch.run())
+    with pytest.raises(error, match=re.escape(message)):
+        batch.run(max_query_len=most)
