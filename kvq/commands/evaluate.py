@@ -12,7 +12,6 @@ import typer
 from kvq.commands.output import Json, print_json, print_table, say
 
 if TYPE_CHECKING:
-    from kvq.checks import check_device_name
     from kvq.evaluation.run import EvaluationResult
 
 EXAMPLES: Final = (
@@ -77,6 +76,7 @@ def command(
     Each recipe is compared with the model in full precision over the same windows, through the
     cache, in prefill and in decoding. A run that was stopped goes on where it was.
     """
+    from kvq.checks import check_device_name
     from kvq.evaluation.recipes import default_recipes, parse_recipe
     from kvq.evaluation.run import SCHEMA, Settings, run_evaluation
     from kvq.integrations.capture import load_model, read_dtype, read_text

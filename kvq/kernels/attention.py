@@ -2,7 +2,7 @@
 
 Three launches: queries are rotated, scaled and become operands; each program of the loop takes
 some queries over a split of the keys; and the splits are put together, the output rotated back.
-How a sequence is cut depends on its own length and number of queries alone, and so its bits do too.
+How a sequence is cut depends on its own length and number of queries alone, and so its bits do.
 """
 
 from __future__ import annotations
