@@ -10,6 +10,7 @@ import sys
 import torch
 
 from kvq.integrations.capture import load_model
+from kvq.integrations.models import cache_argument
 from kvq.integrations.transformers import KVQuantCache
 
 
@@ -19,7 +20,9 @@ def main(path: str, key_mode: str, value_mode: str, prompt: str) -> None:
     model.set_attn_implementation("kvq")
     cache = KVQuantCache(model.config, key_mode, value_mode)
     ids = torch.tensor([tokenizer.encode(prompt)])
-    tokens = model.generate(ids, cache=cache, max_new_tokens=40, do_sample=False)
+    # `cache=cache`, or `past_key_values=cache` before transformers 5.24.
+    options = {cache_argument(model): cache}
+    tokens = model.generate(ids, max_new_tokens=40, do_sample=False, **options)
     print(tokenizer.decode(tokens[0]))
     memory = cache.memory()
     print(

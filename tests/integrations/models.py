@@ -8,6 +8,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from kvq.integrations.models import cache_argument
+
 VOCABULARY = 97
 #: A prompt of every model.
 TOKENS = 40
@@ -123,4 +125,5 @@ def forward(
 ) -> Tensor:
     """Logits `[B, Q, V]` of the next tokens of a cache."""
     with torch.no_grad():
-        return model(input_ids=ids, attention_mask=mask, cache=cache, **options).logits
+        options[cache_argument(model)] = cache
+        return model(input_ids=ids, attention_mask=mask, **options).logits

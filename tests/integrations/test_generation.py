@@ -10,6 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from kvq.integrations.models import cache_argument
 from kvq.integrations.transformers import KVQuantCache
 from tests.integrations.models import TOKENS, forward, prompt, tiny_model
 
@@ -47,7 +48,8 @@ def fresh(cache: KVQuantCache, model: Any) -> KVQuantCache:
 
 def generate(model: Any, ids: Tensor, cache: Any, **options: Any) -> Tensor:
     options = {"max_new_tokens": NEW, "do_sample": False, **options}
-    return model.generate(ids, cache=cache, **options)
+    options[cache_argument(model)] = cache
+    return model.generate(ids, **options)
 
 
 def greedy(model: Any, ids: Tensor, cache: KVQuantCache) -> Tensor:
@@ -84,9 +86,7 @@ def test_beam_search(model: Any, cache: KVQuantCache) -> None:
     assert torch.equal(found, again)
     assert cache.layers[0].batch_size == 6
     score_of = {"output_scores": True, "return_dict_in_generate": True}
-    beams = model.generate(
-        prompt(), cache=fresh(cache, model), max_new_tokens=NEW, num_beams=3, **score_of
-    )
+    beams = generate(model, prompt(), fresh(cache, model), num_beams=3, **score_of)
     # The score of the best beam is that of its tokens, run at once on a cache of their own.
     whole = forward(model, found, fresh(cache, model)).log_softmax(-1)[:, :-1]
     own = whole.gather(2, found[:, 1:, None])[:, TOKENS - 1 :, 0].sum(-1)
@@ -153,7 +153,7 @@ def test_a_static_decoding_step_is_one_graph(kept: dict[str, int]) -> None:
     for index in range(4):
         token = prompt(2, 4, seed=7)[:, index : index + 1]
         with torch.no_grad():
-            found = step(input_ids=token, cache=cache).logits
+            found = step(input_ids=token, **{cache_argument(model): cache}).logits
         assert torch.equal(found, forward(model, token, eager))
     assert len(graphs) == 1
     called = {str(node.target) for node in graphs[0].graph.nodes}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import kvq
+from kvq.integrations.models import cache_argument
 from kvq.integrations.transformers import KVQuantCache
 from kvq.integrations.transformers.attention import packed_attention
 from kvq.integrations.transformers.layers import PackedLayer
@@ -29,6 +30,11 @@ def on_gpu(name: str, implementation: str = "kvq", dtype: torch.dtype = torch.fl
 
 def ids(batch: int = 2, tokens: int = 40, seed: int = 1) -> Tensor:
     return prompt(batch, tokens, seed).cuda()
+
+
+def greedy(model: Any, cache: KVQuantCache, count: int) -> Tensor:
+    options = {cache_argument(model): cache}
+    return model.generate(ids(), max_new_tokens=count, do_sample=False, **options)
 
 
 @pytest.mark.parametrize("kept", KEPT, ids=str)
@@ -121,7 +127,7 @@ def test_a_compiled_step_is_the_step(kept: dict[str, int]) -> None:
     for index in range(6):
         token = ids(2, 1, 5 + index)
         with torch.no_grad():
-            found = step(input_ids=token, cache=caches[0]).logits.clone()
+            found = step(input_ids=token, **{cache_argument(model): caches[0]}).logits.clone()
         expected = forward(model, token, caches[1])
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -131,9 +137,7 @@ def test_a_compiled_step_is_the_step(kept: dict[str, int]) -> None:
 def test_generate_compiles_a_static_cache() -> None:
     model = on_gpu("llama")
     found = [
-        model.generate(
-            ids(), cache=KVQuantCache(model.config, **more), max_new_tokens=12, do_sample=False
-        )
+        greedy(model, KVQuantCache(model.config, **more), 12)
         for more in ({"max_cache_len": 64}, {})
     ]
     assert torch.equal(found[0], found[1])
@@ -159,7 +163,7 @@ def test_offloading_changes_no_bit() -> None:
         found = []
         for offloading in (False, True):
             cache = KVQuantCache(model.config, "int4", "int4", offloading=offloading, **kept)
-            found.append(model.generate(ids(), cache=cache, max_new_tokens=12, do_sample=False))
+            found.append(greedy(model, cache, 12))
             if offloading:
                 assert cache.layers[-1].key_cache.codes.device.type == "cpu"
         assert torch.equal(found[0], found[1])
@@ -171,10 +175,10 @@ def test_layers_on_two_devices() -> None:
     from accelerate import dispatch_model
 
     model = on_gpu("llama")
-    alone = model.generate(ids(), cache=KVQuantCache(model.config), max_new_tokens=8)
+    alone = greedy(model, KVQuantCache(model.config), 8)
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
     places |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
     spread = dispatch_model(model, places)
     cache = KVQuantCache(model.config)
-    assert torch.equal(spread.generate(ids(), cache=cache, max_new_tokens=8), alone)
+    assert torch.equal(greedy(spread, cache, 8), alone)
     assert [layer.key_cache.codes.device.index for layer in cache.layers] == [0, 1]

@@ -98,6 +98,8 @@ class KVQuantCache(Cache):
                 raise ValueError(f"{argument} must be at least {least}, got {value}")
         self._shared = Shared(decoder, block_size, capacity)
         types, arguments = get_layer_types_and_kwargs(decoder)
+        if isinstance(arguments, dict):  # Before 5.24: the same for every layer.
+            arguments = [arguments] * len(types)
         layers: list[Any] = []
         for index, (kind, kwargs) in enumerate(zip(types, arguments, strict=True)):
             if kind in _UNPACKED:
