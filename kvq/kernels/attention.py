@@ -20,6 +20,7 @@ from kvq.kernels.attention_ends import combine_kernel, prepare, rotation_spec
 from kvq.kernels.attention_loop import LoopSpec, attend_kernel
 from kvq.kernels.attention_tile import LOG2_E
 from kvq.kernels.merge import merge_attention
+from kvq.kernels.operand_layout import check_operand_layout
 from kvq.kernels.operands import SideSpec, side_spec
 from kvq.tier import AttentionFeatures, AttentionOutput, PagedKV, as_hnd, check_attention
 
@@ -117,15 +118,16 @@ def paged_attention(
     value_row = triton.next_power_of_2(value_dim)
     longest = block_table.shape[1] * block_size
     row_bytes = max(key_codes.shape[3], value_codes.shape[3])
-    key_kind = side_spec(key_cache.mode, head_dim, 2, accuracy, ptx).kind
+    keys = side_spec(key_cache.mode, head_dim, _unit_bytes(key_codes), accuracy, ptx)
     most_queries = min(num_tokens, max_query_len or num_tokens)
     for plan in launch.attention_plans(
         num_heads // kv_heads,
         most_queries,
         row_bytes,
         max(head_dim, value_dim),
+        (keys.padded, value_side.padded),
         wide=wide,
-        crowded="halves" in (key_kind, value_side.kind) or value_side.streams > 8,
+        crowded="halves" in (keys.kind, value_side.kind) or value_side.streams > 8,
     ):
         # Where queries are few their digits cost nothing, and integers are had for less than
         # float16 numbers. Many queries are float16 numbers; one will do for a bfloat16 query.
@@ -189,7 +191,7 @@ def paged_attention(
             blocks = num_tokens // plan.tokens + num_sequences
         else:
             blocks = num_sequences * plan.blocks
-        attend_kernel[(blocks * slots * head_blocks,)](
+        attended = attend_kernel[(blocks * slots * head_blocks,)](
             prepared,
             columns,
             *_side_pointers(key_codes, key_words, key_side),
@@ -234,6 +236,8 @@ def paged_attention(
             **plan.options(),
             **pdl,
         )
+        if spec.transposes:
+            check_operand_layout(attended)
         combine_kernel[(table_rows * num_heads,)](
             partial,
             part_lse,

@@ -83,8 +83,16 @@ class LoopSpec:
 
     @property
     def transposes(self) -> bool:
-        """Whether weights go from result to operand by a transposition between threads."""
-        return self.ptx and not self.query_rows
+        """Whether weights go from result to operand by a transposition between threads.
+
+        Biases come from memory, and with them the compiler lays logits out as it likes.
+        """
+        return self.ptx and not self.query_rows and not self.biased
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether columns of an operand are ordered so that a thread's results are neighbors."""
+        return self.parts > 1 and self.columns >= 8 and not self.query_rows
 
     @property
     def one_page(self) -> bool:
@@ -267,6 +275,9 @@ def attend_kernel(
     share = tl.arange(0, KP // G * COLUMNS * PARTS * 4)
     part = share // 4 % (COLUMNS * PARTS)
     part_column = part % (PAIR * COLUMNS) // PAIR
+    if pick(SPEC, "interleaves"):
+        # Column `8 i + 4 j + k` of an operand is of query `8 i + 2 k + j`.
+        part_column = part_column // 8 * 8 + part_column % 4 * 2 + part_column // 4 % 2
     part_number = part // (PAIR * COLUMNS) * PAIR + part % PAIR
     part_row = (query_start + first_token + part_column // HEADS).to(tl.int64)
     part_head = head_block * HEADS + part_column % HEADS

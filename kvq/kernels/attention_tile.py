@@ -130,6 +130,10 @@ def _scores(streams, query, SPEC: tl.constexpr):
         if PARTS == 2:
             high, low = tl.split(s.reshape(PIECE, COLUMNS, 2))
             s = high + low
+    if pick(SPEC, "interleaves"):
+        # A thread has columns `4 j + k` of all `j`; named `2 k + j`, two of them are neighbors.
+        even, odd = tl.split(s.reshape(PIECE, COLUMNS // 8, 2, 4).permute(0, 1, 3, 2))
+        s = tl.join(even, odd).reshape(PIECE, COLUMNS)
     return s
 
 

@@ -236,11 +236,17 @@ MOST_SPLIT: Final = 4096
 SPLITS: Final = 32
 #: Keys of a split where a sequence has many queries.
 PREFILL_SPLIT: Final = 32_768
-#: Rows of queries, keys of an iteration, warps and iterations in flight of a program there.
-PREFILL_ROWS: Final = 64
+#: Keys of an iteration and iterations in flight of a program there.
 PREFILL_TILE: Final = 64
-PREFILL_WARPS: Final = 4
 PREFILL_STAGES: Final = 2
+#: Rows of queries of a program there, and warps: as the matrix unit of Hopper takes them from shared
+#: memory; or, where rows of keys and of values are not alike, as older ones take them from registers.
+#: Hopper's with operands of two widths read outside of shared memory (triton 3.6, ptxas 12.8:
+#: compute-sanitizer, "Invalid __shared__ read", and other results each time).
+PREFILL_ROWS: Final = 64
+PREFILL_WARPS: Final = 4
+UNLIKE_ROWS: Final = 32
+UNLIKE_WARPS: Final = 2
 #: Query columns of a program with more than one token.
 MOST_COLUMNS: Final = 16
 #: Bytes of codes of one side in an iteration; larger ones leave too few warps room.
@@ -256,7 +262,14 @@ CROWDED_REGISTERS: Final = 232
 
 
 def attention_plans(
-    group: int, most_queries: int, row_bytes: int, head_dim: int, *, wide: bool, crowded: bool
+    group: int,
+    most_queries: int,
+    row_bytes: int,
+    head_dim: int,
+    widths: tuple[int, int],
+    *,
+    wide: bool,
+    crowded: bool,
 ) -> list[AttentionPlan]:
     """The launches that a batch may need.
 
@@ -267,6 +280,7 @@ def attention_plans(
         most_queries: That a sequence may have.
         row_bytes: Bytes of the codes of a row, of the larger side.
         head_dim: Of the larger side.
+        widths: Channels of one operand, of keys and of values.
         wide: Float64 throughout.
         crowded: Whether operands take many registers: both bytes of levels are looked up, or an
             integer holds more than eight codes.
@@ -275,13 +289,16 @@ def attention_plans(
     while tile < (32 if crowded else 64) and 2 * tile * row_bytes <= TILE_BYTES:
         tile *= 2
     heads = min(group, MOST_COLUMNS)
+    alike = widths[0] == widths[1]
+    prefill_rows = PREFILL_ROWS if alike else UNLIKE_ROWS
+    prefill_warps = PREFILL_WARPS if alike else UNLIKE_WARPS
     plans = []
     for fewest, most in ((1, 1), (2, MOST_DECODED), (MOST_DECODED + 1, 2**31 - 1)):
         if most_queries < fewest:
             continue
         decodes = most <= MOST_DECODED
         rows = not decodes and not wide
-        tokens = min(most, max(1, (PREFILL_ROWS if rows else MOST_COLUMNS) // heads))
+        tokens = min(most, max(1, (prefill_rows if rows else MOST_COLUMNS) // heads))
         columns = max(4, triton.next_power_of_2(tokens * heads))
         small = columns == 4 and head_dim <= 128
         if rows:
@@ -295,7 +312,7 @@ def attention_plans(
                     tile=PREFILL_TILE,
                     piece=PREFILL_TILE,
                     stages=PREFILL_STAGES,
-                    warps=PREFILL_WARPS,
+                    warps=prefill_warps,
                     registers=None,
                     least_split=PREFILL_SPLIT,
                     most_split=PREFILL_SPLIT,

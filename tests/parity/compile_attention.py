@@ -4,6 +4,7 @@ A process of its own, since the tests run the kernels interpreted:
 
     python -m tests.parity.compile_attention cuda:90 1 int4 int8/int2
 
+refuses kernels whose weights lie where their transposition does not look, and
 prints one JSON object for each kernel that `paged_attention` launches for sequences of one new
 token: mode, target, kernel, bytes of local and of shared memory, and for CUDA 90 the instructions
 of the loop over keys that are whole (`loop`: how many of each kind). The launches themselves are
@@ -29,7 +30,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kvq.kernels import launch, paged_attention
+from kvq.kernels import attention, launch, paged_attention
+from kvq.kernels.operand_layout import check_operand_layout, transposed_layouts
 from kvq.modes import Mode
 from kvq.modes import mode as find_mode
 from kvq.tier import AttentionFeatures, new_paged_kv
@@ -97,6 +99,7 @@ def compile_attention(
     with (
         mock.patch.object(JITFunction, "run", record),
         mock.patch.object(launch, "check_device"),
+        mock.patch.object(attention, "check_operand_layout"),
         mock.patch.object(launch, "has_shuffle", return_value=cuda),
         mock.patch.object(launch, "has_early_launch", return_value=cuda and target.arch >= 90),
     ):
@@ -161,11 +164,14 @@ def main() -> None:
     target = GPUTarget(backend, int(arch) if cuda else arch, 32 if cuda else 64)
     for name in sys.argv[3:]:
         for kernel, compiled in compile_attention(find_modes(name), target, int(sys.argv[2])):
+            if cuda:
+                check_operand_layout(compiled)
             record = {
                 "mode": name,
                 "target": sys.argv[1],
                 "kernel": kernel,
                 "shared": compiled.metadata.shared,
+                "transposed": sorted(set(transposed_layouts(compiled.asm["ttgir"]))),
             }
             if cuda and int(arch) == 90:
                 record["local"] = local_bytes(compiled)

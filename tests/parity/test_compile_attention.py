@@ -55,6 +55,15 @@ def test_decoding_on_hopper_spills_nothing() -> None:
         assert record["local"] == 0, record
 
 
+@pytest.mark.parametrize(("tokens", "layout"), [(1, "[8, 0]]"), (5, "[8, 0], [0, 8]]")])
+def test_weights_lie_where_their_transposition_looks(tokens: int, layout: str) -> None:
+    """A layout that is not the matrix unit's gave wrong outputs and right log-sum-exps."""
+    for record in compiled("cuda:90", tokens, ("int4", "fp8/lloyd4")):
+        if record["kernel"] == "attend_kernel":
+            assert len(record["transposed"]) == 1
+            assert layout in record["transposed"][0]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_mode_on_hopper() -> None:
