@@ -179,7 +179,7 @@ def _prefill(model: Any, ids: Tensor, cache: Any, chunk: int) -> Tensor:
 
 
 def _decode(model: Any, token: Tensor, cache: Any, steps: int, *, graph: bool) -> float:
-    """Seconds of so many steps."""
+    """Seconds of so many steps. Those of the warm-up stay in the cache, of either kind."""
     token = token.clone()
 
     def step() -> None:
@@ -193,7 +193,6 @@ def _decode(model: Any, token: Tensor, cache: Any, steps: int, *, graph: bool) -
             for _ in range(_WARM_UP):
                 step()
         torch.cuda.current_stream().wait_stream(side)
-        cache.crop(-_WARM_UP)
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
             step()

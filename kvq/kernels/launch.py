@@ -239,10 +239,10 @@ PREFILL_SPLIT: Final = 32_768
 #: Keys of an iteration and iterations in flight of a program there.
 PREFILL_TILE: Final = 64
 PREFILL_STAGES: Final = 2
-#: Rows of queries of a program there, and warps: as the matrix unit of Hopper takes them from shared
-#: memory; or, where rows of keys and of values are not alike, as older ones take them from registers.
-#: Hopper's with operands of two widths read outside of shared memory (triton 3.6, ptxas 12.8:
-#: compute-sanitizer, "Invalid __shared__ read", and other results each time).
+#: Rows of queries of a program there, and warps: as the matrix unit of Hopper takes them, from
+#: shared memory; or, where operands of keys and of values differ in width, as older ones do, from
+#: registers. Hopper's then reads outside of shared memory and answers otherwise each time (triton
+#: 3.6, ptxas 12.8; compute-sanitizer says "Invalid __shared__ read").
 PREFILL_ROWS: Final = 64
 PREFILL_WARPS: Final = 4
 UNLIKE_ROWS: Final = 32
