@@ -181,8 +181,9 @@ def worst_error(
 ) -> float:
     """The largest error of attention over its budget, on inputs that are hard in different ways.
 
-    Two sequences of 4,096 keys, the last `query_tokens` of which ask; logits of standard deviation 0, 1, 8 and 30, queries with outliers, and scales of
-    rows that differ by 10^4. At most 1 is within the budget.
+    Two sequences of 4,096 keys, the last `query_tokens` of which ask; logits of standard deviation
+    0, 1, 8 and 30, queries with outliers, and scales of rows that differ by 10^4. At most 1 is
+    within the budget.
     """
     generator = torch.Generator(device="cuda").manual_seed(3)
     shape = Shape(2, 4_096, query_tokens)
