@@ -1,8 +1,9 @@
 """Capture the queries, keys and values that a Hugging Face model's attention layers see.
 
-What an attention function is given is post-RoPE, and the same for every architecture. Whether the RoPE that the model declares is the one that made the keys is measured:
-each captured attention module is run a second time with the identity in place of its position
-embeddings, which gives the keys before RoPE, and these must give the captured keys.
+What an attention function is given is post-RoPE, and the same for every architecture. Whether the
+RoPE that the model declares is the one that made the keys is measured: each captured attention
+module is run a second time with the identity in place of its position embeddings, which gives the
+keys before RoPE, and these must give the captured keys.
 """
 
 from __future__ import annotations

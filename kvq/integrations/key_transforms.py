@@ -170,10 +170,10 @@ def verify_rotary(model: PreTrainedModel) -> tuple[RotarySpec, dict[int, Tensor]
     rotary, why = verdict(0)
     if rotary is not None:
         # RoPE that changes with the length takes its first form again where the last run is short.
-        (other, why_far), (again, _) = verdict(far), verdict(0)
+        (other, _), (again, _) = verdict(far), verdict(0)
         if other != rotary or again != rotary:
             rotary = None
-            why = f"at position {far}, {why_far}"
+            why = f"unknown: at position {far} it is not what it is at 0"
     if rotary is None:
         raise ValueError(
             f"model must have a RoPE that can be verified, got {type(model).__name__}: {why}"

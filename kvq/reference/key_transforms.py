@@ -130,7 +130,8 @@ def scale_queries(query: Tensor, pair_scale: Tensor) -> Tensor:
 
     Exactness: a division in float32, rounded to the dtype of the queries.
     """
-    grouped = query.unflatten(-2, (len(pair_scale), -1)).float() / pair_scale[:, None]
+    by_head = (*query.shape[:-2], len(pair_scale), -1, query.shape[-1])
+    grouped = query.float().reshape(by_head) / pair_scale[:, None]
     return grouped.flatten(-3, -2).to(query.dtype)
 
 
@@ -153,11 +154,15 @@ def mean_logits(
     Returns:
         `[B, Q, Hq, K]` float32, to be added to the logits before a soft cap.
 
-    Exactness: within an error budget: in float32, whatever torch is told of matrix products.
+    Exactness: within an error budget: in float32, whatever torch is told of matrix products; for
+    float32 queries in float64.
     """
-    wide = (scale * query.float()).unflatten(2, (mean.shape[1], -1))  # [B, Q, H, G, D]
+    by_head = (*query.shape[:2], mean.shape[1], -1, query.shape[3])
+    # As the packed part of the logits is: a float32 query is answered in float64.
+    compute = torch.float64 if query.dtype in (torch.float32, torch.float64) else torch.float32
+    wide = (scale * query.to(compute)).reshape(by_head)  # [B, Q, H, G, D]
     q_first, q_second, q_rest = split_pairs(wide, spec)
-    first, second, rest = split_pairs(mean[:, None, :, None], spec)
+    first, second, rest = split_pairs(mean.to(compute)[:, None, :, None], spec)
     factors = torch.cat(
         (q_first * first + q_second * second, q_second * first - q_first * second), dim=-1
     )
@@ -165,7 +170,8 @@ def mean_logits(
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        logits = torch.addmm(constant.flatten(0, -2), factors.flatten(0, -2), rows.T)
+        table = rows.T.to(compute)
+        logits = torch.addmm(constant.flatten(0, -2), factors.flatten(0, -2), table).float()
     finally:
         torch.set_float32_matmul_precision(before)
     return logits.view(*query.shape[:3], len(rows))

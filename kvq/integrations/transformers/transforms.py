@@ -64,10 +64,11 @@ class LayerTransform:
         self.transform = transform
         self.rotary = transform.rotary
         self._shared = shared
-        move = {"device": keys.device}
-        self._whole = None if transform.mean is None else transform.mean.to(**move)
+        # `[H, D]` float32, or `None`: the mean that every sequence begins with.
+        self._whole = None if transform.mean is None else transform.mean.to(keys.device)
+        scale = transform.pair_scale
         #: `[H, D]` float32, or `None`.
-        self.pair_scale = None if transform.pair_scale is None else transform.pair_scale.to(**move)
+        self.pair_scale = None if scale is None else scale.to(keys.device)
         #: `[B, H, D]` float32: the mean of each sequence for its keys' indices, or `None`.
         self.mean: Tensor | None = None
         #: `[rows, 2 * pairs]` float32: cosines and sines of indices.
