@@ -86,7 +86,8 @@ def test_is_float32_operation_by_operation(layout: RotaryLayout, dtype: torch.dt
         arithmetic.encode_keys(keys, mean, None, rows, spec).numpy(), wide - turned
     )
     np.testing.assert_array_equal(
-        arithmetic.encode_keys(keys, None, scale, rows, spec).numpy(), wide * scale.numpy()[:, None]
+        arithmetic.encode_keys(keys, None, scale, rows, spec).numpy(),
+        wide * scale.numpy()[:, None],
     )
 
 
@@ -204,7 +205,9 @@ def test_the_scale_makes_keys_as_large_as_what_is_asked_of_them() -> None:
     moment = random(HEADS, DIM, seed=2).exp().double()
     scale = arithmetic.find_pair_scale(variance, moment, spec).double()
     KeyTransform(spec, pair_scale=scale.float())  # alike in both channels
-    torch.testing.assert_close(scale.log().mean(-1), torch.zeros(HEADS).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        scale.log().mean(-1), torch.zeros(HEADS).double(), atol=1e-6, rtol=0
+    )
     first, second = pair_index(spec)
     key = (variance * scale**2)[:, first] + (variance * scale**2)[:, second]
     query = (moment / scale**2)[:, first] + (moment / scale**2)[:, second]
