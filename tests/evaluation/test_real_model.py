@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from kvq.evaluation.recipes import parse_recipe
 from kvq.evaluation.summary import summarize, window_table
 from kvq.evaluation.windows import evaluate_window
+from kvq.integrations.key_transforms import calibrate
 
 pytestmark = pytest.mark.realmodel
 
@@ -41,6 +42,35 @@ def loaded() -> Any:
     from kvq.integrations.capture import load_model
 
     return load_model(Path(found.origin).parent)
+
+
+def test_positions_do_not_matter(loaded: Any) -> None:
+    """The position-shift test: a text moved to position 30,000 may not lose more than here."""
+    ids = torch.tensor(loaded.tokenizer(PROSE)["input_ids"])
+    parts = ids[: len(ids) // 3 * 3].view(3, -1)
+    calibration = calibrate(loaded.model, parts[2:])
+    names = [
+        "int4",
+        "k=int4,v=int4,center=calibrated",
+        "k=int4,v=int4,center=first",
+        "k=int4,v=int4,center=calibrated,pair=calibrated",
+    ]
+    recipes = [parse_recipe(name).bind(loaded.model, calibration) for name in names]
+    found = {}
+    for offset in (0, 30_000):
+        rows = [
+            row
+            for index, part in enumerate(parts[:2])
+            for row in evaluate_window(loaded.model, index, part, recipes, 2, offset)
+        ]
+        table = summarize(window_table(rows), dict.fromkeys(names, 0.0))
+        found[offset] = table[table["phase"] == "all"].set_index("recipe")
+    for name in names[1:]:
+        here, there = (found[offset].loc[name] for offset in (0, 30_000))
+        error = (here["kld_se"] ** 2 + there["kld_se"] ** 2) ** 0.5
+        assert there["kld"] <= here["kld"] + 2 * error, name
+        assert here["kld"] < 0.9 * found[0].loc["int4", "kld"]
+        assert there["kld"] < 0.9 * found[30_000].loc["int4", "kld"]
 
 
 def test_recipes_cost_what_they_are_known_to(loaded: Any) -> None:
