@@ -72,7 +72,7 @@ class CenteredCase(NamedTuple):
     def term(self) -> tuple[Tensor, Tensor]:
         """The scaled queries, and the known part of the logits `[T, Hq, context]`."""
         query = self.plain.query
-        by_sequence = query.unflatten(0, (len(self.mean), -1))
+        by_sequence = query.reshape(len(self.mean), -1, *query.shape[1:])
         term = mean_logits(by_sequence, self.mean, self.rows, ROTARY, HEAD_DIM**-0.5)
         return scale_queries(query, self.pair_scale), term.flatten(0, 1)
 
