@@ -239,6 +239,16 @@ def test_what_is_written_is_what_is_read_whatever_the_positions_are() -> None:
     assert_close(found, expected(keys, states, False), False)
 
 
+def test_no_tokens_come_first() -> None:
+    states, transform = make_states(False, 0), TRANSFORMS["first"]
+    for static in (False, True):
+        layer = make_layer(transform, static)
+        layer.update(states["key"][:, :, :0], states["value"][:, :, :0])
+        found = run(layer, [TOKENS], states, False)
+        keys = stored_keys(transform, states, False, 0, TOKENS)
+        assert_close(found, expected(keys, states, False), False)
+
+
 def test_a_soft_cap_is_refused() -> None:
     states = make_states(False, 0)
     with pytest.raises(ValueError, match=r"softcap must be None with centered keys, got 2\.0"):

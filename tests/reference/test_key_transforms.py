@@ -141,12 +141,26 @@ def test_what_a_mean_adds_to_logits(layout: RotaryLayout, batch: int) -> None:
     grouped = query.double().unflatten(2, (HEADS, 3))
     expected = 0.3 * torch.einsum("bqhgd,bhkd->bqhgk", grouped, turned.expand(2, -1, -1, -1))
     torch.testing.assert_close(found.double(), expected.flatten(2, 3), rtol=1e-5, atol=1e-5)
+
+
+def test_the_product_is_float32_whatever_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, product = make_spec(), torch.addmm
+    told: list[str] = []
+
+    def addmm(*factors: Tensor) -> Tensor:
+        assert all(factor.dtype is torch.float32 for factor in factors)
+        told.append(torch.get_float32_matmul_precision())
+        return product(*factors)
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    query, mean = random(1, 2, 4, DIM, dtype=torch.bfloat16), random(1, HEADS, DIM)
     try:
         torch.set_float32_matmul_precision("medium")
-        assert torch.equal(arithmetic.mean_logits(query, mean, rows, spec, 0.3), found)
-        assert torch.get_float32_matmul_precision() == "medium"
+        arithmetic.mean_logits(query, mean, arithmetic.rotary_rows(spec, 0, 3), spec, 1.0)
+        told.append(torch.get_float32_matmul_precision())
     finally:
         torch.set_float32_matmul_precision("highest")
+    assert told == ["highest", "medium"]
 
 
 def test_a_scale_of_pairs_commutes_with_rope() -> None:

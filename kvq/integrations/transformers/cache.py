@@ -146,6 +146,7 @@ class KVQuantCache(Cache):
         """Forget all tokens."""
         super().reset()
         self._shared.steps.clear()
+        self._shared.turns.clear()
 
 
 def _check_config(config: Any, decoder: Any) -> None:

@@ -156,10 +156,10 @@ class PackedLayer(CacheLayerMixin):
         written = keys
         if self.transform is not None:
             self.transform.reserve(self._reserved_tokens())
-            if self._begins and not is_compiling():
+            if self._begins and keys.shape[2] and not is_compiling():
                 self.transform.begin(keys, find_position_ids(args, kwargs))
             written = self.transform.encode(keys, step.start)
-        self._begins = False
+        self._begins = self._begins and keys.shape[2] == 0
         kvq.reshape_and_cache(
             _rows(written),
             _rows(values),

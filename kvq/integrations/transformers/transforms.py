@@ -109,14 +109,14 @@ class LayerTransform:
         """Find the mean of each sequence from its first tokens.
 
         Args:
-            keys: `[B, H, Q, D]`: the first of the cache.
+            keys: `[B, H, Q, D]`: the first of the cache, at least one.
             position_ids: `[B or 1, Q]`, if the model says where they stand.
         """
         if self.mean is None:
             return
         batch, _, count, _ = keys.shape
         shifts = [0] * batch
-        if position_ids is not None and position_ids.ndim == 2 and count:
+        if position_ids is not None and position_ids.ndim == 2:
             found = (position_ids[:, -1] - (count - 1)).tolist()
             shifts = found if len(found) == batch else found * batch
         if self._whole is None:
