@@ -409,6 +409,24 @@ def test_generation_with_a_compiled_step() -> None:
 
 
 @pytest.mark.parametrize("static", [None, 64])
+def test_means_go_with_their_sequences(static: int | None) -> None:
+    """Of sequences that were centered by their own tokens."""
+    model = tiny_model("qwen2")
+    found = key_transforms(model, center="first")
+    cache = KVQuantCache(model.config, max_cache_len=static, key_transforms=found)
+    forward(model, prompt(3), cache)
+    means = [layer.transform.mean.clone() for layer in cache.layers]
+    places = [layer.transform.mean.data_ptr() for layer in cache.layers]
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    for layer, mean, place in zip(cache.layers, means, places, strict=True):
+        assert torch.equal(layer.transform.mean, mean[[2, 0, 0]])
+        assert not static or layer.transform.mean.data_ptr() == place
+    if not static:
+        cache.batch_repeat_interleave(2)
+        assert torch.equal(cache.layers[1].transform.mean, means[1][[2, 2, 0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("static", [None, 64])
 def test_a_reset_begins_anew(static: int | None) -> None:
     """The mean of the first tokens is that of the new sequence."""
     model = tiny_model("qwen2")
