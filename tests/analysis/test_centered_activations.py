@@ -1,4 +1,4 @@
-"""Captured keys as a calibration leaves them are what a cache packs; codebooks are fitted to them."""
+"""Captured keys as a calibration leaves them: what a cache packs, and codebooks fitted to it."""
 
 from __future__ import annotations
 
