@@ -12,6 +12,7 @@ out of the queries: nothing is left to do for it when keys are read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,9 @@ class KeyTransform:
     mean_tokens: int = 0
     #: `[H, D]` float32, positive, the same in both channels of a pair: multiplies the keys.
     pair_scale: Tensor | None = None
+    #: Says where the tokens of the model's latest pass stand, `[B or 1, Q]`, if anything does; a
+    #: key's position is its index else.
+    positions: Callable[[], Tensor | None] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mean_tokens, int) or isinstance(self.mean_tokens, bool):

@@ -14,9 +14,11 @@ import hashlib
 from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.compiler import is_compiling
 from tqdm.auto import tqdm
 
 import kvq
@@ -52,6 +54,43 @@ class Center(Enum):
         return self.value
 
 
+class Positions:
+    """Where the tokens of a model's latest pass stand, as its RoPE is told.
+
+    There is one for each model, and copies of caches share it.
+    """
+
+    _of: Final[WeakKeyDictionary[nn.Module, Positions]] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._latest: Tensor | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Positions:
+        """Those of a model; its modules with inverse frequencies are watched from now on."""
+        found = cls._of.get(model)
+        if found is None:
+            found = cls._of[model] = cls()
+            for module in model.modules():
+                names = [name for name, _ in module.named_buffers(recurse=False)]
+                if any(name.endswith("inv_freq") for name in names):
+                    module.register_forward_pre_hook(found._watch, with_kwargs=True)
+        return found
+
+    def latest(self) -> Tensor | None:
+        """`[B or 1, Q]` int64, or `None` if there was no pass."""
+        return self._latest
+
+    def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # What a compiled pass holds cannot be kept; sequences do not begin there.
+        if not is_compiling():
+            ids = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+            self._latest = ids if isinstance(ids, Tensor) else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Positions:
+        return self
+
+
 def key_transforms(
     model: PreTrainedModel,
     *,
@@ -63,7 +102,8 @@ def key_transforms(
     """What the keys of a model's layers are to lose before they are packed.
 
     Args:
-        model: A causal model of transformers. It is run on a few tokens.
+        model: A causal model of transformers. It is run on a few tokens, and from then on its
+            modules of RoPE tell where tokens stand.
         center: Where the mean comes from, or its name; `None`: none is subtracted.
         scale_pairs: Scale RoPE pairs as the calibration says.
         calibration: Of this model, for a calibrated mean or scale.
@@ -84,6 +124,7 @@ def key_transforms(
     if calibrated and calibration is None:
         raise ValueError("calibration must be given for a calibrated mean or scale, got none")
     rotary, keys = verify_rotary(model)
+    positions = Positions.of(model)
     layers = {}
     for index, key in keys.items():
         mean = scale = None
@@ -100,7 +141,7 @@ def key_transforms(
             mean = layer.mean if source is Center.CALIBRATED else mean
             scale = layer.pair_scale if scale_pairs else None
         tokens = first_tokens if source is Center.FIRST else 0
-        layers[index] = KeyTransform(rotary, mean, tokens, scale)
+        layers[index] = KeyTransform(rotary, mean, tokens, scale, positions.latest)
     return layers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvq.integrations.key_transforms import calibrate, key_transforms, verify_ro
 from kvq.integrations.models import cache_argument
 from kvq.integrations.transformers import KVQuantCache
 from kvq.key_transforms import KeyTransform
+from kvq.reference.key_transforms import shift_mean
 from kvq.rotary import RotaryLayout, RotarySpec
 from tests.integrations.models import TOKENS, forward, prompt, tiny_model
 from tests.position_shift import OFFSET, loses_more, mean_after_rope
@@ -355,6 +357,27 @@ def test_left_padding(qwen: Any, transforms: dict[int, KeyTransform]) -> None:
     full = full_logits(qwen, prompt()[1:, 9:])
     ours, theirs = ((x - full).abs().mean() for x in (together[1:, 9:], alone))
     assert ours < 1.25 * theirs
+
+
+def test_a_model_that_tells_its_cache_no_positions() -> None:
+    """Its RoPE is told them: padding and the first position become part of the mean."""
+    model = tiny_model("gpt_neox")
+    for layer in model.gpt_neox.layers:
+        torch.nn.init.normal_(layer.attention.query_key_value.bias)
+    found = key_transforms(model, center="bias")
+    mask = torch.ones(2, TOKENS, dtype=torch.int64)
+    mask[1, :9] = 0
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1) + 100
+    for implementation in ("kvq", "sdpa"):
+        model.set_attn_implementation(implementation)
+        cache = KVQuantCache(model.config, key_transforms=found)
+        forward(model, prompt(), copy.deepcopy(cache), mask, position_ids=positions)
+        copied = copy.deepcopy(cache)
+        forward(model, prompt(), copied, mask, position_ids=positions)
+        for index, layer in enumerate(copied.layers):
+            mean, rotary = found[index].mean, found[index].rotary
+            assert mean.any()
+            assert torch.equal(layer.transform.mean, shift_mean(mean, [100, 91], rotary))
 
 
 def kld(full: Tensor, logits: Tensor) -> list[float]:

@@ -45,11 +45,14 @@ def random(*shape: int, seed: int) -> Tensor:
 
 MEAN = 20 * random(KV_HEADS, DIM, seed=1)
 SCALE = random(KV_HEADS, DIM // 2, seed=2).exp().repeat_interleave(2, 1)
+#: Where the tokens of the latest pass stand.
+PASS: dict[str, Tensor] = {}
+TELL = {"positions": lambda: PASS.get("ids")}
 TRANSFORMS = {
-    "mean": KeyTransform(SPEC, mean=MEAN),
-    "pair": KeyTransform(SPEC, pair_scale=SCALE),
-    "both": KeyTransform(SPEC, mean=MEAN, pair_scale=SCALE),
-    "first": KeyTransform(SPEC, mean_tokens=4, pair_scale=SCALE),
+    "mean": KeyTransform(SPEC, mean=MEAN, **TELL),
+    "pair": KeyTransform(SPEC, pair_scale=SCALE, **TELL),
+    "both": KeyTransform(SPEC, mean=MEAN, pair_scale=SCALE, **TELL),
+    "first": KeyTransform(SPEC, mean_tokens=4, pair_scale=SCALE, **TELL),
 }
 
 
@@ -107,10 +110,8 @@ def run(
         mask = packed_mask(BATCH, count, columns, length, first, attention_mask=two)
         if boolean and (mask is None or mask.dtype is not torch.bool):
             mask = expand_bounds(mask, count, columns, None).expand(BATCH, 1, count, columns)
-        given = {"position_ids": positions[:, chunk]}
-        key, value = layer.update(
-            states["key"][:, :, chunk], states["value"][:, :, chunk], kwargs=given
-        )
+        PASS["ids"] = positions[:, chunk]
+        key, value = layer.update(states["key"][:, :, chunk], states["value"][:, :, chunk])
         query = states["query"][:, :, chunk]
         outputs.append(packed_attention(nn.Module(), query, key, value, mask, **features)[0])
         start += count

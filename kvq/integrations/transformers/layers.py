@@ -18,7 +18,7 @@ import kvq
 from kvq.integrations.transformers.full_precision import FullPrecision, check_window
 from kvq.integrations.transformers.options import LayerOptions
 from kvq.integrations.transformers.steps import Shared, Step, make_step
-from kvq.integrations.transformers.transforms import LayerTransform, find_position_ids
+from kvq.integrations.transformers.transforms import LayerTransform
 from kvq.tier import Layout, PagedKV, new_paged_kv
 
 #: A pool that is too small grows by at least one part in so many.
@@ -157,7 +157,7 @@ class PackedLayer(CacheLayerMixin):
         if self.transform is not None:
             self.transform.reserve(self._reserved_tokens())
             if self._begins and keys.shape[2] and not is_compiling():
-                self.transform.begin(keys, find_position_ids(args, kwargs))
+                self.transform.begin(keys)
             written = self.transform.encode(keys, step.start)
         self._begins = self._begins and keys.shape[2] == 0
         kvq.reshape_and_cache(

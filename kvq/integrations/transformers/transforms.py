@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -105,18 +105,19 @@ class LayerTransform:
             if self._whole is not None:
                 self.mean.copy_(self._whole.expand_as(self.mean))
 
-    def begin(self, keys: Tensor, position_ids: Tensor | None) -> None:
+    def begin(self, keys: Tensor) -> None:
         """Find the mean of each sequence from its first tokens.
 
         Args:
             keys: `[B, H, Q, D]`: the first of the cache, at least one.
-            position_ids: `[B or 1, Q]`, if the model says where they stand.
         """
         if self.mean is None:
             return
         batch, _, count, _ = keys.shape
         shifts = [0] * batch
-        if position_ids is not None and position_ids.ndim == 2:
+        say = self.transform.positions
+        position_ids = None if say is None else say()
+        if position_ids is not None and position_ids.shape in ((1, count), (batch, count)):
             found = (position_ids[:, -1] - (count - 1)).tolist()
             shifts = found if len(found) == batch else found * batch
         if self._whole is None:
@@ -172,12 +173,3 @@ class LayerTransform:
         if self.mean is None:
             return 2**31
         return max(1, BIAS_BYTES // (4 * batch * heads * columns))
-
-
-def find_position_ids(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The position ids among what a model hands to the `update` of its cache, if any."""
-    for given in (kwargs, *args, *kwargs.values()):
-        if isinstance(given, Mapping) and isinstance(given.get("position_ids"), Tensor):
-            found: Tensor = given["position_ids"]
-            return found
-    return None
