@@ -16,6 +16,7 @@ import typer
 import kvq
 from kvq.commands import (
     bench,
+    calibrate,
     capture,
     encode,
     evaluate,
@@ -34,6 +35,7 @@ COMMANDS: Final = {
     "fit": fit,
     "report": report,
     "capture": capture,
+    "calibrate": calibrate,
     "encode": encode,
     "inspect": inspect,
     "parity": parity,

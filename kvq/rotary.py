@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+from torch import Tensor
+
 
 class RotaryLayout(Enum):
     """Which two channels make a RoPE pair."""
@@ -82,3 +85,19 @@ class RotarySpec:
             RotaryLayout(value["layout"]),
             float(factor),
         )
+
+
+def split_pairs(x: Tensor, spec: RotarySpec) -> tuple[Tensor, Tensor, Tensor]:
+    """The channels of `x` `[..., D]`: the first of each pair, the second, and those of no pair."""
+    turned, rest = x[..., : spec.rotary_dim], x[..., spec.rotary_dim :]
+    if spec.layout is RotaryLayout.HALF:
+        half = spec.rotary_dim // 2
+        return turned[..., :half], turned[..., half:], rest
+    return turned[..., 0::2], turned[..., 1::2], rest
+
+
+def join_pairs(first: Tensor, second: Tensor, rest: Tensor, spec: RotarySpec) -> Tensor:
+    """Undo `split_pairs`."""
+    if spec.layout is RotaryLayout.HALF:
+        return torch.cat((first, second, rest), dim=-1)
+    return torch.cat((torch.stack((first, second), dim=-1).flatten(-2), rest), dim=-1)

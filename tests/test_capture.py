@@ -187,14 +187,14 @@ def test_a_rope_that_is_not_the_declared_one_is_noticed(hf: Any, ids: Tensor) ->
 
 
 def test_a_wrong_spec_is_far_off(hf: Any, ids: Tensor) -> None:
-    from kvq.integrations.capture import ROTARY_TOLERANCE, _rotary_error
+    from kvq.integrations.rotary import ROTARY_TOLERANCE, rotary_error
 
     model = tiny(hf, "Llama")
     activations = capture(model, ids)
     right = activations.rotary
     assert right is not None
     keys = projections(model, ids, 0)["key"], activations.layers[0].key, activations.positions
-    assert _rotary_error(right, *keys) < ROTARY_TOLERANCE
+    assert rotary_error(right, *keys) < ROTARY_TOLERANCE
     slowest = (*right.inverse_frequencies[:-1], 1.02 * right.inverse_frequencies[-1])
     for wrong in (
         dataclasses.replace(right, inverse_frequencies=slowest),
@@ -202,7 +202,7 @@ def test_a_wrong_spec_is_far_off(hf: Any, ids: Tensor) -> None:
         dataclasses.replace(right, layout=RotaryLayout.INTERLEAVED),
         RotarySpec(right.inverse_frequencies[::2], 8),
     ):
-        assert _rotary_error(wrong, *keys) > 4 * ROTARY_TOLERANCE
+        assert rotary_error(wrong, *keys) > 4 * ROTARY_TOLERANCE
 
 
 def test_layers_of_different_rope_have_no_common_spec(hf: Any, ids: Tensor) -> None:

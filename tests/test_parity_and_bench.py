@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq import reference
+from kvq import dequantize, reference
 from kvq.modes import Mode
 from kvq.modes import mode as find_mode
+from kvq.reference import key_transforms
 from kvq.tier import QuantizedKV
 from tests.test_cli import error, run, run_json
 
 pytest.importorskip("triton")
 
-from kvq.analysis import parity, throughput
+from kvq.analysis import centered_throughput, parity, throughput
 
 INT8 = find_mode("int8")
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -241,6 +242,70 @@ def test_bench_shows_and_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.Monk
     assert document["schema"] == "kvq-bench-write/1"
     assert document["command"] == "kvq bench write"
     assert document["rows"] == records
+
+
+@WITHOUT_GPU
+def test_bench_centered_without_a_gpu() -> None:
+    assert error("bench", "decode", "--centered") == (
+        "device must be a CUDA device to be timed, got none"
+    )
+    assert error("bench", "write", "--centered") == (
+        "what must be decode with --centered, got 'write'"
+    )
+
+
+def test_bench_centered_shows_and_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bench_centered(modes: list[Mode], *, watch: Any) -> list[Any]:
+        return [
+            centered_throughput.CenteredTime(mode.name, 64, 16, 4096, 1, 0.5, 0.25, 0.75, 1.5, 8)
+            for mode in modes
+        ]
+
+    monkeypatch.setattr(centered_throughput, "bench_centered", bench_centered)
+    monkeypatch.setattr(sys, "argv", ["kvq", "bench", "decode", "--centered"])
+    out = tmp_path / "centered.json"
+    arguments = ("bench", "decode", "--centered", "--mode", "int4", "--out", out)
+    table = run(*arguments).stdout
+    assert "keys without their mean" in table
+    assert "int4_per_token_head" in table
+    (record,) = run_json(*arguments)
+    assert record["ratio"] == record["ms"] / record["plain_ms"]
+    document = json.loads(out.read_text())
+    assert document["schema"] == "kvq-bench-centered/1"
+    assert document["rows"] == [record]
+
+
+def test_what_is_timed_is_centered_attention() -> None:
+    """At a tiny size: it is attention over the keys with their mean."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    shape = centered_throughput.Shape(2, 9)
+    case = centered_throughput.centered_case(shape, find_mode("int4"), 8, generator)
+    plain, spec = case.plain._replace(query=case.plain.query.float()), centered_throughput.ROTARY
+    found = case._replace(plain=plain).attend()
+    keys, values = (
+        dequantize(*(x[plain.block_table.long()] for x in cache[:2]), cache.mode, 128)
+        .transpose(1, 2)
+        .flatten(2, 3)[:, :, :9]
+        for cache in (plain.key_cache, plain.value_cache)
+    )
+    keys = key_transforms.decode_keys(keys, case.mean, case.pair_scale, case.rows, spec)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        plain.query[:, :, None], keys, values, enable_gqa=True
+    )
+    torch.testing.assert_close(found, wanted[:, :, 0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_bench_centered_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = (centered_throughput.Shape(4, 4_096),)
+    (row,) = centered_throughput.bench_centered([find_mode("int4")], shapes)
+    assert row.ratio == row.ms / row.plain_ms
+    assert row.term_ms < row.ms
+    assert row.term_bytes == 4 * 4 * 32 * 4_096
 
 
 @pytest.mark.gpu

@@ -163,13 +163,14 @@ def _case(
 ) -> _Case:
     """Queries, and a table of the first blocks of the caches in random order."""
     width = -(-shape.context // block_size)
-    blocks = torch.randperm(shape.batch * width, device="cuda", generator=generator)
+    device = generator.device
+    blocks = torch.randperm(shape.batch * width, device=device, generator=generator)
     query = torch.randn(
         (shape.batch * shape.query_tokens, QUERY_HEADS, HEAD_DIM),
-        device="cuda",
+        device=device,
         generator=generator,
     )
-    integers = {"dtype": torch.int32, "device": "cuda"}
+    integers = {"dtype": torch.int32, "device": device}
     starts = torch.arange(shape.batch + 1, **integers) * shape.query_tokens  # type: ignore[call-overload]
     lengths = torch.full((shape.batch,), shape.context, **integers)  # type: ignore[call-overload]
     table = blocks.to(torch.int32).view(shape.batch, width)

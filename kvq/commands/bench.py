@@ -16,6 +16,7 @@ from kvq.tier import Layout
 EXAMPLES: Final = (
     "kvq bench write",
     "kvq bench write --mode int4 --tokens 65536 --tokens 16 --json",
+    "kvq bench decode --centered --mode int4 --mode smax4",
     "kvq bench decode --mode int4 --more --out results/decode-h200.json",
 )
 
@@ -29,6 +30,9 @@ def command(
         bool,
         typer.Option(help="decode: also NHD, several queries, a long prompt and other batches."),
     ] = False,
+    centered: Annotated[
+        bool, typer.Option("--centered", help="decode: what centered keys cost, and nothing else.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Keep the rows in this JSON file.")] = None,
     json: Json = False,
 ) -> None:
@@ -41,6 +45,9 @@ def command(
     if what not in ("write", "decode"):
         raise ValueError(f"what must be write or decode, got {what!r}")
     modes = [resolve_mode(name) for name in mode] if mode else list(MODES.values())
+    if centered:
+        _centered(what, modes, out, json)
+        return
     rows = _write(modes, tokens or [65_536]) if what == "write" else _decode(modes, more)
     records = [row._asdict() for row in rows]
     if out is not None:
@@ -73,6 +80,28 @@ def command(
                 for r in rows
             ],
         )
+
+
+def _centered(what: str, modes: list[Mode], out: Path | None, json: bool) -> None:
+    """Time, keep and show attention over keys without their mean, beside plain attention."""
+    from kvq.analysis.centered_throughput import bench_centered
+
+    if what != "decode":
+        raise ValueError(f"what must be decode with --centered, got {what!r}")
+    rows = bench_centered(modes, watch=say)
+    records = [row._asdict() for row in rows]
+    if out is not None:
+        from kvq.analysis.results import write_result
+
+        write_result(out, "kvq-bench-centered/1", " ".join(["kvq", *sys.argv[1:]]), records)
+    if json:
+        print_json(records)
+        return
+    print_table(
+        "Attention of 32 query heads over 8 packed KV heads x 128, keys without their mean",
+        ("batch", "context", "plain ms", "term ms", "ms", "ratio", "mode"),
+        [(r.batch, r.context, r.plain_ms, r.term_ms, r.ms, r.ratio, r.mode) for r in rows],
+    )
 
 
 def _write(modes: list[Mode], tokens: list[int]) -> list[Any]:

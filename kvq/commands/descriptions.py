@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvq.activations import Activations
+    from kvq.calibration_files import Calibration
     from kvq.codebooks import Codebook
     from kvq.encoded_files import Encoded
+    from kvq.rotary import RotarySpec
 
 #: What a file holds. Values that are objects, or lists of them, become tables.
 Description = dict[str, Any]
@@ -26,7 +28,7 @@ def describe(path: Path) -> Description:
     Raises:
         FileFormatError: It is not one of ours, or breaks a rule of its format.
     """
-    from kvq import activations, codebook_files, encoded_files
+    from kvq import activations, calibration_files, codebook_files, encoded_files
     from kvq.files import FileFormatError, identify
 
     if path.suffix == ".json":
@@ -36,6 +38,8 @@ def describe(path: Path) -> Description:
         return describe_activations(activations.load_activations(path))
     if schema == codebook_files.SCHEMA:
         return describe_codebook(codebook_files.load_codebook(path))
+    if schema == calibration_files.SCHEMA:
+        return describe_calibration(calibration_files.load_calibration(path))
     if schema == encoded_files.SCHEMA:
         return describe_encoded(encoded_files.load_encoded(path))
     raise FileFormatError(path, f"schema must be one that this version knows, got {schema!r}")
@@ -52,9 +56,7 @@ def describe_activations(activations: Activations) -> Description:
         "positions": _span(activations.positions),
         "query positions": _span(activations.query_positions),
         "scale": activations.scale,
-        "rotary": "not known"
-        if rotary is None
-        else f"{rotary.rotary_dim} channels, {rotary.layout}",
+        "rotary": "not known" if rotary is None else _turned(rotary),
         "sha256": activations_sha256(activations),
         "tensors": [
             {
@@ -67,6 +69,28 @@ def describe_activations(activations: Activations) -> Description:
             for index, layer in activations.layers.items()
         ],
         "provenance": dict(activations.provenance),
+    }
+
+
+def describe_calibration(calibration: Calibration) -> Description:
+    """What a calibration file holds."""
+    from kvq.calibration_files import SCHEMA
+
+    return {
+        "schema": SCHEMA,
+        "rotary": _turned(calibration.rotary),
+        "sha256": calibration.sha256,
+        "layers": [
+            {
+                "layer": index,
+                "heads x channels": _shape(layer.mean),
+                "largest mean": float(layer.mean.abs().max()),
+                "least scale": float(layer.pair_scale.min()),
+                "largest scale": float(layer.pair_scale.max()),
+            }
+            for index, layer in calibration.layers.items()
+        ],
+        "provenance": dict(calibration.provenance),
     }
 
 
@@ -165,6 +189,10 @@ def _state(folder: Path, name: str, sha256: str) -> str:
     if not file.is_file():
         return "missing"
     return AS_RECORDED if hashlib.sha256(file.read_bytes()).hexdigest() == sha256 else "changed"
+
+
+def _turned(rotary: RotarySpec) -> str:
+    return f"{rotary.rotary_dim} channels, {rotary.layout}"
 
 
 def _shape(tensor: Tensor) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EXAMPLES: Final = (
     "kvq eval --model ./SmolLM2-135M --text prose.txt",
     "kvq eval --model m.gguf --text prose.txt --recipe int4 --recipe k=int8,v=int2,first=4",
+    "kvq eval --model m --text t.txt --recipe k=int4,v=int4,center=first",
     "kvq eval --model m --text t.txt --device cuda --generate 1000 --passkey 4096 --passkey 8100",
 )
 
@@ -33,8 +34,9 @@ def command(
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            help="A mode, or k=MODE,v=MODE[,k3=MODE][,first=N][,recent=N][,prompt=full]; "
-            "repeatable, default every mode and some recipes."
+            help="A mode, or k=MODE,v=MODE[,k3=MODE][,first=N][,recent=N][,prompt=full]"
+            "[,center=bias|first|calibrated][,pair=calibrated]; repeatable, default every mode "
+            "and some recipes."
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder to write, or to go on with.")] = Path(
@@ -58,6 +60,12 @@ def command(
     context: Annotated[
         int, typer.Option(help="Context at which full-precision tokens are counted as bits.")
     ] = 4096,
+    calibration: Annotated[
+        Path | None, typer.Option(help="What kvq calibrate wrote, for recipes that need it.")
+    ] = None,
+    position_offset: Annotated[
+        int, typer.Option(help="The position of a window's first token, in full precision too.")
+    ] = 0,
     dtype: Annotated[str, typer.Option(help="What the model computes in.")] = "float32",
     device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
     gguf_file: Annotated[
@@ -76,6 +84,7 @@ def command(
     Each recipe is compared with the model in full precision over the same windows, through the
     cache, in prefill and in decoding. A run that was stopped goes on where it was.
     """
+    from kvq.calibration_files import load_calibration
     from kvq.checks import check_device_name
     from kvq.evaluation.recipes import default_recipes, parse_recipe
     from kvq.evaluation.run import SCHEMA, Settings, run_evaluation
@@ -90,9 +99,11 @@ def command(
         prompt_tokens=prompt_tokens,
         passkey=tuple(passkey or ()),
         context=context,
+        position_offset=position_offset,
     )
     check_device_name(device)
     recipes = [parse_recipe(one) for one in recipe] if recipe else default_recipes()
+    calibrated = None if calibration is None else load_calibration(calibration)
     prose = read_text(text)
     loaded = load_model(
         model, gguf_file=gguf_file, dtype=read_dtype("dtype", dtype), device=device
@@ -104,6 +115,7 @@ def command(
         out,
         settings,
         inputs={"text": text_source, "license": license_notes},
+        calibration=calibrated,
     )
     if keep is not None:
         from kvq.analysis.results import write_result

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES: Final = (
     "kvq fit --law norm --levels 8",
     "kvq fit --law 'sphere(128)' --levels 16 --name sphere_16 --out sphere_16.safetensors",
+    "kvq fit --from acts.safetensors --side key --calibration c.safetensors --levels 8 --name k",
     "kvq fit --from acts.safetensors --side key --layer 0 --base lloyd3 --levels 8 --name keys",
 )
 
@@ -50,6 +51,10 @@ def command(
     ] = None,
     head: Annotated[
         list[int] | None, typer.Option(help="A KV head; repeatable, default all.")
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="With --from: fit to keys as this calibration leaves them."),
     ] = None,
     weigh: Annotated[
         bool | None,
@@ -84,10 +89,14 @@ def command(
 
     if (law is None) == (source is None):
         raise ValueError("either --law or --from must be given, got both or neither")
+    if calibration is not None and source is None:
+        raise ValueError("--calibration must come with --from, got it with --law")
     samples: _Samples | None = None
     known: Law | None = None
     if source is not None:
-        samples = _read_samples(source, base, sides=side, layers=layer, heads=head, weigh=weigh)
+        samples = _read_samples(
+            source, base, calibration, sides=side, layers=layer, heads=head, weigh=weigh
+        )
         with waiting(f"fitting {levels} levels to {samples.values.size:,} values"):
             fitted = lloyd_max.fit_samples(
                 samples.values,
@@ -134,6 +143,7 @@ class _Samples(NamedTuple):
 def _read_samples(
     path: Path,
     base: str,
+    calibration: Path | None,
     *,
     sides: list[str] | None,
     layers: list[int] | None,
@@ -142,17 +152,24 @@ def _read_samples(
 ) -> _Samples:
     """The values of the chosen rows of an activation file, as the base mode sees them."""
     from kvq.activations import activations_sha256, load_activations
+    from kvq.analysis.centered_activations import centered_activations
     from kvq.analysis.normalized_values import activation_values
+    from kvq.calibration_files import load_calibration
     from kvq.modes import mode
 
     how = mode(base)
     if how.codebook is None:
         raise ValueError(f"base must be a codebook mode, got {how}")
     activations = load_activations(path)
+    sha256 = activations_sha256(activations)
+    centered = None if calibration is None else load_calibration(calibration)
+    if centered is not None:
+        activations = centered_activations(activations, centered)
     found = activation_values(activations, how, sides=sides, layers=layers, heads=heads)
     weighted = how.codebook.recipe.weighted if weigh is None else weigh
     parts = [
-        f"{path.name} (sha256 {activations_sha256(activations)})",
+        f"{path.name} (sha256 {sha256})",
+        *([] if centered is None else [f"centered by a calibration (sha256 {centered.sha256})"]),
         *(
             f"{what} {', '.join(map(str, asked))}"
             for what, asked in (("side", sides), ("layer", layers), ("head", heads))

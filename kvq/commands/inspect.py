@@ -16,7 +16,8 @@ EXAMPLES: Final = ("kvq inspect activations.safetensors", "kvq inspect mine.safe
 def command(
     *,
     file: Annotated[
-        Path, typer.Argument(help="A codebook, activation or encoded file, or a manifest.")
+        Path,
+        typer.Argument(help="A codebook, activation, calibration or encoded file, or a manifest."),
     ],
     json: Json = False,
 ) -> None:

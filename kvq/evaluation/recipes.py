@@ -2,20 +2,24 @@
 
 `int4` is a mode for keys and values. `k=int8,v=int2,first=4,recent=64` chooses by side and keeps
 tokens in full precision; `k0=int8` is a mode for the keys of layer 0; `prompt=full` attends the
-prompt as it came. A mode may be followed by `@unrotated` or `@` and a rounding, and by `+` and a
-codebook file: `int4@toward_zero`, `lloyd3+keys.safetensors`.
+prompt as it came. `center=bias`, `center=first` and `center=calibrated` take the mean from keys
+before they are packed, and `pair=calibrated` scales their RoPE pairs. A mode may be followed by
+`@unrotated` or `@` and a rounding, and by `+` and a codebook file: `int4@toward_zero`,
+`lloyd3+keys.safetensors`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvq.calibration_files import Calibration
 from kvq.checks import resolve_enum
 from kvq.codebook_files import load_codebook
+from kvq.key_transforms import KeyTransform
 from kvq.modes import MODES, Mode
 from kvq.modes import mode as resolve_mode
 from kvq.rounding import Rounding
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
 FULL_BITS: Final = 16
 #: Tokens beyond the recent ones that a cache keeps for `crop`.
 SLACK: Final = 64
+
+#: Where the mean of `center=` comes from.
+CENTERS: Final = ("bias", "first", "calibrated")
 
 #: Recipes beyond one mode for all, measured by default.
 BEST: Final = (
@@ -67,6 +74,35 @@ class Recipe:
     recent_tokens: int = 0
     #: Attend the prompt as it came.
     full_precision_prompt: bool = False
+    #: Where the mean of the keys comes from; `None`: it is left in them.
+    center: str | None = None
+    #: Scale RoPE pairs as a calibration says.
+    scale_pairs: bool = False
+    #: What the keys of each layer of one model lose: see `bind`.
+    key_transforms: Mapping[int, KeyTransform] | None = None
+
+    def bind(self, model: Any, calibration: Calibration | None = None) -> Recipe:
+        """The recipe for one model: what its keys lose is worked out.
+
+        Args:
+            model: A causal model of transformers.
+            calibration: Of this model, for a recipe that needs one.
+
+        Raises:
+            ValueError: The recipe cannot be had for the model; see `key_transforms` of
+                `kvq.integrations.key_transforms`.
+        """
+        if self.center is None and not self.scale_pairs:
+            return self
+        from kvq.integrations.key_transforms import key_transforms
+
+        try:
+            found = key_transforms(
+                model, center=self.center, scale_pairs=self.scale_pairs, calibration=calibration
+            )
+        except ValueError as error:
+            raise ValueError(f"recipe {self.text!r} cannot be had: {error}") from None
+        return replace(self, key_transforms=found)
 
     def new_cache(self, config: Any, **options: Any) -> KVQuantCache:
         """An empty cache of a model with this configuration.
@@ -76,7 +112,8 @@ class Recipe:
             options: Of `KVQuantCache`, beyond those of the recipe.
 
         Raises:
-            ValueError: The recipe names a layer that the model does not have.
+            ValueError: The recipe names a layer that the model does not have, or takes something
+                from keys and is not bound to the model.
         """
         from kvq.integrations.transformers import KVQuantCache
 
@@ -84,6 +121,8 @@ class Recipe:
         for layer in (*self.key_layers, *self.value_layers):
             if layer >= layers:
                 raise ValueError(f"recipe must name layers below {layers}, got {layer}")
+        if (self.center is not None or self.scale_pairs) and self.key_transforms is None:
+            raise ValueError(f"recipe must be bound to a model, got {self.text!r}")
         return KVQuantCache(
             config,
             lambda layer: self.key_layers.get(layer, self.key_mode),
@@ -92,6 +131,7 @@ class Recipe:
             recent_tokens=self.recent_tokens,
             slack=SLACK,
             full_precision_prompt=self.full_precision_prompt,
+            key_transforms=self.key_transforms,
             **options,
         )
 
@@ -102,7 +142,8 @@ class Recipe:
             layers: Of the model.
             head_dim: Channels of a row.
             context: Tokens of the sequence. What full precision takes is spread over them, at 16
-                bits a value, and tokens that are kept in full precision are stored packed as well.
+                bits a value, and tokens that are kept in full precision are stored packed as well;
+                and so is the mean of a sequence's own keys, at 32 bits a channel.
         """
         total = sum(
             float(by_layer.get(layer, mode).bits_per_value(head_dim))
@@ -114,7 +155,9 @@ class Recipe:
         )
         recent = self.recent_tokens + SLACK if self.recent_tokens else 0
         full = min(context, self.first_tokens + recent)
-        return total / (2 * layers) + FULL_BITS * full / context
+        # A row of float32 for keys and none for values.
+        mean = 32 / 2 if self.center == "first" else 0
+        return total / (2 * layers) + (FULL_BITS * full + mean) / context
 
     def __str__(self) -> str:
         return self.text
@@ -139,12 +182,17 @@ def parse_recipe(text: str) -> Recipe:
             sides[side[1]][side[2]] = parse_mode(value)
         elif name in ("first", "recent") and value.isdecimal():
             options[f"{name}_tokens"] = int(value)
+        elif name == "center" and value in CENTERS:
+            options["center"] = value
+        elif name == "pair" and value == "calibrated":
+            options["scale_pairs"] = True
         elif name == "prompt" and value in ("full", "packed"):
             options["full_precision_prompt"] = value == "full"
         else:
             raise ValueError(
                 "recipe must be a mode, or parts among k=, v=, k<layer>=, v<layer>=, first=, "
-                f"recent= and prompt=full, got {part!r} in {text!r}"
+                f"recent=, prompt=full, center={'|'.join(CENTERS)} and pair=calibrated, "
+                f"got {part!r} in {text!r}"
             )
     modes = {side: by_layer.pop("", None) for side, by_layer in sides.items()}
     if modes["k"] is None or modes["v"] is None:

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from kvq.analysis.quality_plot import quality_figure
 from kvq.analysis.results import commit, machine, versions
+from kvq.calibration_files import Calibration
 from kvq.evaluation.generation import (
     Divergence,
     Passkey,
@@ -60,6 +61,8 @@ class Settings:
     passkey: tuple[int, ...] = ()
     #: The context at which bits per value count the full-precision tokens.
     context: int = 4096
+    #: Where the first token of a window stands.
+    position_offset: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -70,6 +73,7 @@ class Settings:
             ("prompts", 1),
             ("prompt_tokens", 1),
             ("context", 1),
+            ("position_offset", 0),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -107,6 +111,7 @@ def run_evaluation(
     settings: Settings,
     *,
     inputs: Mapping[str, str] | None = None,
+    calibration: Calibration | None = None,
     progress: bool = True,
 ) -> EvaluationResult:
     """Measure recipes on a model and a text; what the folder holds already is not run again.
@@ -118,6 +123,7 @@ def run_evaluation(
         out: A folder; it is made if need be.
         settings: What to measure of each.
         inputs: Strings to record beside those that are known here.
+        calibration: Of the model, for recipes that need one.
         progress: Show a bar, where there is a terminal.
 
     Returns:
@@ -125,13 +131,14 @@ def run_evaluation(
         `quality.png` and `manifest.json`.
 
     Raises:
-        ValueError: The text is too short, recipes are named twice, or the folder holds another
-            evaluation.
+        ValueError: The text is too short, recipes are named twice, one cannot be had for the
+            model, or the folder holds another evaluation.
     """
     names = [str(recipe) for recipe in recipes]
     if len(set(names)) < len(names):
         raise ValueError(f"recipes must each be named once, got {', '.join(names)}")
     model, tokenizer = loaded.model, loaded.tokenizer
+    recipes = [recipe.bind(model, calibration) for recipe in recipes]
     documents = [
         tokenizer(part, add_special_tokens=False)["input_ids"] for part in text.split(SEPARATOR)
     ]
@@ -141,6 +148,7 @@ def run_evaluation(
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        **({} if calibration is None else {"calibration_sha256": calibration.sha256}),
         **(inputs or {}),
     }
     folder = Path(out)
@@ -167,7 +175,9 @@ def _window_tasks(
     """One task for each window: full precision runs once for all recipes that lack it."""
 
     def task(index: int, missing: Sequence[Recipe]) -> _Task:
-        return lambda: evaluate_window(model, index, windows[index], missing, settings.decode)
+        return lambda: evaluate_window(
+            model, index, windows[index], missing, settings.decode, settings.position_offset
+        )
 
     tasks = []
     phases = 2 if settings.decode > 1 else 1

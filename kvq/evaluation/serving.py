@@ -105,7 +105,7 @@ def measure_serving(
             raise RuntimeError(f"no backend of SDPA runs the {kind} cache")
         rows.append(max(found, key=lambda row: row.tokens_per_s))
     peer = max(row.tokens_per_s for row in rows)
-    for recipe in recipes:
+    for recipe in [recipe.bind(model) for recipe in recipes]:
 
         def packed(longest: int, recipe: Recipe = recipe) -> Any:
             return recipe.new_cache(model.config, max_cache_len=longest)

@@ -66,7 +66,7 @@ def cut_windows(documents: Sequence[Sequence[int]], length: int, count: int) -> 
 
 @torch.no_grad()
 def evaluate_window(
-    model: Any, index: int, ids: Tensor, recipes: Sequence[Recipe], decode: int
+    model: Any, index: int, ids: Tensor, recipes: Sequence[Recipe], decode: int, offset: int = 0
 ) -> Iterator[WindowSums]:
     """Measure recipes on one window.
 
@@ -74,8 +74,9 @@ def evaluate_window(
         model: A causal model of transformers.
         index: Of the window.
         ids: `[T]` int64, its tokens.
-        recipes: What to measure.
+        recipes: What to measure, bound to the model.
         decode: How many of the last tokens are run one at a time; the others are run at once.
+        offset: The position of the first token, for full precision and recipes alike.
 
     Yields:
         One or two rows for each recipe: `prefill`, and `decode` if there is any.
@@ -87,16 +88,22 @@ def evaluate_window(
     if not 0 <= decode <= tokens - 2:
         raise ValueError(f"decode must be from 0 to {tokens - 2}, got {decode}")
     ids = ids.to(model.device)[None]
+    options = {}
+
+    def run(chunk: slice, cache: Any) -> Tensor:
+        if offset:
+            positions = torch.arange(chunk.start, chunk.stop, device=model.device) + offset
+            options["position_ids"] = positions[None]
+        return run_model(model, ids[:, chunk], cache, **options)[0]
+
     with attending(model, None):
-        reference = run_model(model, ids, None)[0]
+        reference = run(slice(0, tokens), None)
     prompt = tokens - decode
     for recipe in recipes:
         with attending(model, "kvq"):
             cache = recipe.new_cache(model.config, capacity=tokens)
-            parts = [run_model(model, ids[:, :prompt], cache)[0]]
-            parts += [
-                run_model(model, ids[:, i : i + 1], cache)[0] for i in range(prompt, tokens - 1)
-            ]
+            parts = [run(slice(0, prompt), cache)]
+            parts += [run(slice(i, i + 1), cache) for i in range(prompt, tokens - 1)]
         logits = torch.cat(parts)[: tokens - 1]
         # The last token of the prompt is scored in its pass.
         for phase, rows in (

@@ -1,10 +1,9 @@
 """Capture the queries, keys and values that a Hugging Face model's attention layers see.
 
-The model runs as it is: its attention function is replaced, through transformers' own registry, by
-one that looks at its arguments and hands them on. Those are post-RoPE, and the same for every
-architecture. Whether the RoPE that the model declares is the one that made the keys is measured:
-each captured attention module is run a second time with the identity in place of its position
-embeddings, which gives the keys before RoPE, and these must give the captured keys.
+What an attention function is given is post-RoPE, and the same for every architecture. Whether the
+RoPE that the model declares is the one that made the keys is measured: each captured attention
+module is run a second time with the identity in place of its position embeddings, which gives the
+keys before RoPE, and these must give the captured keys.
 """
 
 from __future__ import annotations
@@ -12,13 +11,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
-from functools import partial
-from importlib import import_module
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -29,22 +23,14 @@ from tqdm.auto import tqdm
 import kvq
 from kvq.activations import Activations, LayerActivations, save_activations
 from kvq.checks import INPUT_DTYPES, check_dtype, check_shape, check_tensor, dtype_name
-from kvq.reference.rotary import apply_rotary
-from kvq.rotary import RotaryLayout, RotarySpec
+from kvq.integrations.observe import attention_modules, import_optional, observe
+from kvq.integrations.rotary import find_rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: How far RoPE, undone or redone, may be from the model's keys: `|a - b| / |b|` over one layer.
-#: A 16-bit model rounds its cosines, so there it is two steps of its dtype at 1.
-ROTARY_TOLERANCE: Final = 1e-5
-
 #: What an attention function is given that changes its output beyond the mask and the scale.
 _FEATURES: Final = ("sliding_window", "softcap", "s_aux")
-
-# What looks at the arguments of an attention function: module, query, key, value, options.
-_Tap = Callable[[nn.Module, Tensor, Tensor, Tensor, Mapping[str, Any]], None]
-_TAP: ContextVar[_Tap] = ContextVar("tap")
 
 
 class LoadedModel(NamedTuple):
@@ -80,12 +66,12 @@ def load_model(
         FileNotFoundError: There is no such file or folder, or no weights in it.
         ValueError: The folder has several `.gguf` files and none is chosen.
     """
-    transformers = _import("transformers")
+    transformers = import_optional("transformers")
     folder, weights = _find_weights(Path(path), gguf_file)
     gguf = weights[0].suffix == ".gguf"
     where: dict[str, Any] = {"local_files_only": True}
     if gguf:
-        _import("accelerate")
+        import_optional("accelerate")
         where["gguf_file"] = weights[0].name
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **where)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -154,7 +140,7 @@ def capture(
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype_name(dtype)}")
 
-    modules = _attention_modules(model, input_ids[:1])
+    modules = attention_modules(model, input_ids[:1])
     kept = _resolve_layers(layers, list(modules))
     with tqdm(total=len(modules), unit="layer", disable=None if progress else True) as bar:
         recorder = _Recorder(first_position, tokens - queries, bar)
@@ -163,7 +149,8 @@ def capture(
         raise ValueError(f"layers must share one softmax scale, got {recorder.scales}")
 
     positions = torch.arange(first_position, tokens)
-    rotary, verdict = _find_rotary(model, recorder, positions)
+    keys = {index: layer.key for index, layer in recorder.seen.items()}
+    rotary, verdict = find_rotary(model, keys, recorder.unrotated, positions)
     if require_rotary and rotary is None:
         raise ValueError(f"model must have a RoPE that can be verified, got: {verdict}")
     return Activations(
@@ -182,7 +169,7 @@ def capture(
             "rotary": verdict,
             "kvq": kvq.__version__,
             "torch": torch.__version__,
-            "transformers": _import("transformers").__version__,
+            "transformers": import_optional("transformers").__version__,
             **(provenance or {}),
         },
     )
@@ -263,14 +250,6 @@ def capture_command(
     return activations
 
 
-def _import(name: str) -> Any:
-    """An optional package, or an error that says how to get it."""
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        raise ImportError(f"capturing from a model needs {name}: pip install 'kvq[hf]'") from error
-
-
 def _find_weights(path: Path, gguf_file: str | None) -> tuple[Path, list[Path]]:
     """The folder to load from, and the files with the weights."""
     if path.suffix == ".gguf" and path.is_file():
@@ -297,7 +276,7 @@ def _file_sha256(path: Path) -> str:
 def _gguf_storage(path: Path) -> str:
     """How a GGUF file stores its weights, in words."""
     weights: Counter[str] = Counter()
-    for tensor in _import("gguf").GGUFReader(path).tensors:
+    for tensor in import_optional("gguf").GGUFReader(path).tensors:
         weights[tensor.tensor_type.name] += int(tensor.n_elements)
     total = weights.total()
     shares = ", ".join(f"{name} {count / total:.2%}" for name, count in weights.most_common())
@@ -346,84 +325,6 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ValueError(f"text must be UTF-8, got {path} ({error.reason})") from None
 
 
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    implementation: str,
-    **options: Any,
-) -> Any:
-    """An attention function: show the arguments to the tap, then do as `implementation` does."""
-    _TAP.get()(module, query, key, value, options)
-    if implementation == "eager":
-        # transformers does not register it: each modeling file has its own.
-        attention = sys.modules[type(module).__module__].eager_attention_forward
-    else:
-        attention = _import("transformers").AttentionInterface()[implementation]
-    return attention(module, query, key, value, attention_mask, **options)
-
-
-@contextmanager
-def _tapped(model: PreTrainedModel, tap: _Tap) -> Iterator[None]:
-    """Let `tap` see what the model's attention functions are given."""
-    transformers = _import("transformers")
-    masks = _import("transformers.masking_utils").AttentionMaskInterface
-
-    config = model.config
-    original = {"": config._attn_implementation} | {
-        name: getattr(config, name)._attn_implementation
-        for name in config.sub_configs
-        if getattr(config, name) is not None
-    }
-    eager = config.get_text_config()._attn_implementation == "eager"
-    implementation = "eager" if eager else "sdpa"
-    name = f"kvq_capture_{implementation}"
-    transformers.AttentionInterface.register(name, partial(_attend, implementation=implementation))
-    # Without a mask function of the same name the model would pass no mask at all.
-    masks.register(name, masks()[implementation])
-    training = model.training
-    token = _TAP.set(tap)
-    try:
-        model.train(False)
-        model.set_attn_implementation(name)
-        yield
-    finally:
-        model.set_attn_implementation(original)
-        model.train(training)
-        _TAP.reset(token)
-
-
-@torch.no_grad()
-def _forward(model: PreTrainedModel, input_ids: Tensor) -> None:
-    # The base model: no one needs the logits.
-    model.base_model(input_ids=input_ids[None].to(model.device), use_cache=False)
-
-
-def _attention_modules(model: PreTrainedModel, input_ids: Tensor) -> dict[int, nn.Module]:
-    """The model's attention modules by layer index, ascending: those that a short run passes."""
-    modules: dict[int, nn.Module] = {}
-
-    def tap(module: nn.Module, *_: object) -> None:
-        index = getattr(module, "layer_idx", None)
-        if not isinstance(index, int):  # not a layer of the decoder
-            return
-        if index in modules:
-            raise ValueError(f"model must pass each attention layer once, got {index} twice")
-        modules[index] = module
-
-    with _tapped(model, tap):
-        _forward(model, input_ids)
-    if not modules:
-        raise ValueError(
-            "model must send its attention through transformers' AttentionInterface, "
-            f"got {type(model).__name__}"
-        )
-    return dict(sorted(modules.items()))
-
-
 def _resolve_layers(layers: Sequence[int] | None, available: list[int]) -> list[int]:
     """The indices to keep, ascending, with negative ones counted from the last layer."""
     if layers is None:
@@ -448,48 +349,25 @@ class _Recorder:
         #: Options that change the attention, and the layers that are given them.
         self.features: dict[str, list[int]] = {}
         self._first_position, self._first_query, self._bar = first_position, first_query, bar
-        self._modules: Mapping[int, nn.Module] = {}
-        self._neutral = False
+        self._kept: Collection[int] = ()
 
     def run(
         self, model: PreTrainedModel, input_ids: Tensor, modules: Mapping[int, nn.Module]
     ) -> None:
         """Run the model over `input_ids` and keep the layers of `modules`."""
-        self._modules = modules
-        with ExitStack() as stack:
-            # Before the layer and not after: layers may leave their keys to later ones.
-            for module in modules.values():
-                hook = module.register_forward_pre_hook(self._run_neutral, with_kwargs=True)
-                stack.callback(hook.remove)
-            stack.enter_context(_tapped(model, self._tap))
-            _forward(model, input_ids)
+        self._kept = modules.keys()
+        observe(model, input_ids, modules, self._look, unrotated=self._look_before_rotary)
 
-    def _run_neutral(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _look_before_rotary(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
     ) -> None:
-        """Run an attention module with position embeddings that turn nothing."""
-        neutral = _neutral(kwargs.get("position_embeddings"))
-        if neutral is not None:
-            self._neutral = True
-            try:
-                module.forward(*args, **{**kwargs, "position_embeddings": neutral})
-            finally:
-                self._neutral = False
+        self.unrotated[index] = _heads(key, self._first_position)
 
-    def _tap(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: Mapping[str, Any],
+    def _look(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
     ) -> None:
-        index: Any = getattr(module, "layer_idx", None)
-        if self._neutral:
-            self.unrotated[index] = _heads(key, self._first_position)
-            return
-        self._bar.update(isinstance(index, int))
-        if index not in self._modules:
+        self._bar.update()
+        if index not in self._kept:
             return
         queries = _heads(query, self._first_query)
         self.seen[index] = LayerActivations(
@@ -518,72 +396,6 @@ class _Recorder:
 def _heads(x: Tensor, start: int) -> Tensor:
     """`[1, H, T, D]` from position `start` on, as `[T, H, D]` on the CPU."""
     return x[0, :, start:].transpose(0, 1).contiguous().to("cpu", copy=True)
-
-
-def _neutral(position_embeddings: object) -> object | None:
-    """Position embeddings of the same form that turn nothing; `None` if the form is not known."""
-    match position_embeddings:
-        case (Tensor() as cosine, Tensor() as sine) if cosine.shape == sine.shape:
-            return torch.ones_like(cosine), torch.zeros_like(sine)
-        case Tensor() as turns if turns.is_complex():
-            return torch.ones_like(turns)
-    return None
-
-
-def _candidates(model: nn.Module, head_dim: int) -> list[RotarySpec]:
-    """What the model's rotary modules declare, in both layouts."""
-    specs: dict[RotarySpec, None] = {}
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if not name.endswith("inv_freq") or "original" in name or buffer.ndim != 1:
-                continue
-            frequencies = tuple(buffer.float().tolist())
-            factor = getattr(module, name.removesuffix("inv_freq") + "attention_scaling", 1.0)
-            if 0 < 2 * len(frequencies) <= head_dim:
-                for layout in RotaryLayout:
-                    spec = RotarySpec(frequencies, 2 * len(frequencies), layout, float(factor))
-                    specs[spec] = None
-    return list(specs)
-
-
-def _rotary_error(spec: RotarySpec, unrotated: Tensor, keys: Tensor, positions: Tensor) -> float:
-    """The larger of the relative errors of redoing RoPE and of undoing it, in one layer."""
-    redone = apply_rotary(unrotated, positions, spec)
-    undone = apply_rotary(keys, positions, spec, inverse=True)
-    return max(
-        float((redone - keys).norm() / keys.float().norm()),
-        float((undone - unrotated).norm() / unrotated.float().norm()),
-    )
-
-
-def _find_rotary(
-    model: nn.Module, recorder: _Recorder, positions: Tensor
-) -> tuple[RotarySpec | None, str]:
-    """The declared RoPE that made the keys of every layer, if any, and a sentence about it."""
-    keys = {index: layer.key for index, layer in recorder.seen.items()}
-    some = next(iter(keys.values()))
-    candidates = _candidates(model, some.shape[-1])
-    if not candidates:
-        return None, "unknown: the model has no module with inverse frequencies"
-    missing = keys.keys() - recorder.unrotated.keys()
-    if missing:
-        return None, f"unknown: layer {min(missing)} is given no position embeddings"
-    # [error, layer] of the worst layer of each candidate
-    worst = [
-        max((_rotary_error(spec, recorder.unrotated[i], keys[i], positions), i) for i in keys)
-        for spec in candidates
-    ]
-    (error, layer), spec = min(zip(worst, candidates, strict=True), key=lambda item: item[0])
-    limit = max(ROTARY_TOLERANCE, 2 * torch.finfo(some.dtype).eps)
-    if not error <= limit:
-        return None, (
-            "unknown: no RoPE that the model declares makes the keys of every layer; the nearest "
-            f"has a relative error of {error:.1e} in layer {layer} (limit {limit:.0e})"
-        )
-    return spec, (
-        "verified: undone and redone in every layer at every position within a relative error "
-        f"of {error:.1e} (limit {limit:.0e})"
-    )
 
 
 def _stored(index: int, layer: LayerActivations, dtype: torch.dtype) -> LayerActivations:

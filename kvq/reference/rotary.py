@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvq.checks import INPUT_DTYPES, check_dtype, check_same_device, check_shape, check_tensor
-from kvq.rotary import RotaryLayout, RotarySpec
+from kvq.rotary import RotarySpec, join_pairs, split_pairs
 
 
 def apply_rotary(
@@ -54,12 +54,6 @@ def apply_rotary(
     else:
         cosine, sine = cosine * spec.attention_factor, sine * spec.attention_factor
 
-    rotated, rest = wide[..., : spec.rotary_dim], wide[..., spec.rotary_dim :]
-    if spec.layout is RotaryLayout.HALF:
-        first, second = rotated.chunk(2, dim=-1)
-    else:
-        first, second = rotated[..., 0::2], rotated[..., 1::2]
+    first, second, rest = split_pairs(wide, spec)
     turned = (first * cosine - second * sine, second * cosine + first * sine)
-    if spec.layout is RotaryLayout.HALF:
-        return torch.cat((*turned, rest), dim=-1)
-    return torch.cat((torch.stack(turned, dim=-1).flatten(-2), rest), dim=-1)
+    return join_pairs(*turned, rest, spec)

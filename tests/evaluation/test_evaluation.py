@@ -23,6 +23,7 @@ from kvq.evaluation.recipes import parse_recipe
 from kvq.evaluation.summary import summarize, window_table
 from kvq.evaluation.windows import WindowSums, compare, cut_windows, evaluate_window
 from kvq.integrations.capture import LoadedModel
+from kvq.integrations.key_transforms import calibrate
 from tests.integrations.models import prompt, tiny_model
 
 WORDS = [f"w{i}" for i in range(90)]
@@ -172,6 +173,31 @@ def test_the_front_of_a_picture() -> None:
     assert _front([4.0, 2.0, 8.0, 3.0], [0.5, 1.0, 0.7, 2.0]) == [1, 0]
 
 
+def test_a_window_that_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass is told where its tokens stand, and positions change full precision little."""
+    model, ids = tiny_model("qwen2", "sdpa"), prompt(1, 30)[0]
+    seen: list[list[int]] = []
+    rotary = model.model.rotary_emb
+    original = rotary.forward
+
+    def forward(x: Any, position_ids: Any) -> Any:
+        seen.append(position_ids[0].tolist())
+        return original(x, position_ids)
+
+    recipes = [parse_recipe("k=int4,v=int4,center=bias").bind(model)]
+    here = list(evaluate_window(model, 0, ids, recipes, 3))
+    monkeypatch.setattr(rotary, "forward", forward)
+    moved = list(evaluate_window(model, 0, ids, recipes, 3, 30_000))
+    whole = list(range(30_000, 30_030))
+    assert seen == [whole, whole[:27], whole[27:28], whole[28:29]]
+    assert sum(row.kld for row in moved) < 2 * sum(row.kld for row in here)
+    for a, b in zip(here, moved, strict=True):
+        assert a.full_nll == pytest.approx(b.full_nll, rel=0.02)
+    # A plain recipe loses far more, so the mean was where the keys were.
+    plain = list(evaluate_window(model, 0, ids, [parse_recipe("int4")], 3, 30_000))
+    assert sum(row.kld for row in plain) > 4 * sum(row.kld for row in moved)
+
+
 # Runs
 
 
@@ -245,6 +271,35 @@ def test_a_stopped_run_goes_on(
         evaluate(loaded, out, names, run.Settings(tokens=12, windows=4, prompt_tokens=5))
 
 
+def test_a_calibrated_run(loaded: LoadedModel, tmp_path: Path) -> None:
+    calibration = calibrate(loaded.model, prompt())
+    names = [
+        "int4",
+        "k=int4,v=int4,center=calibrated,pair=calibrated",
+        "k=int4,v=int4,center=first",
+    ]
+    recipes = [parse_recipe(name) for name in names]
+    settings = run.Settings(tokens=12, windows=3, decode=2, prompt_tokens=5, position_offset=100)
+
+    def evaluated(**options: Any) -> run.EvaluationResult:
+        return run.run_evaluation(
+            loaded, text(), recipes, tmp_path, settings, progress=False, **options
+        )
+
+    result = evaluated(calibration=calibration)
+    assert [row["recipe"] for row in result.rows()] == names
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["inputs"]["calibration_sha256"] == calibration.sha256
+    assert manifest["settings"]["position_offset"] == 100
+    with pytest.raises(ValueError, match=r"recipe 'k=int4.*' cannot be had: calibration must be"):
+        evaluated()
+    other = calibrate(loaded.model, prompt(seed=9))
+    with pytest.raises(ValueError, match="out must be a folder of the same model, text and"):
+        evaluated(calibration=other)
+    with pytest.raises(ValueError, match=r"'k=int4,v=int4,center=bias' cannot be had: model must"):
+        evaluate(loaded, tmp_path / "b", ["k=int4,v=int4,center=bias"])
+
+
 def test_a_run_refuses(loaded: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="recipes must each be named once, got int8, int8"):
         evaluate(loaded, tmp_path, ["int8", "int8"])
@@ -281,16 +336,36 @@ def test_the_command(loaded: LoadedModel, tokenizer: Any, tmp_path: Path) -> Non
     assert {"recipe", "bits_per_value", "perplexity", "kld", "kld_se", "tokens"} <= kept["rows"][
         0
     ].keys()
+    calibrated = ["calibrate", *arguments[1:5], "--tokens", 12, "--windows", 3, "--out"]
+    calibrated.append(tmp_path / "calibration.safetensors")
+    found = CliRunner().invoke(app, [*map(str, calibrated), "--json"])
+    assert found.exit_code == 0, found.output
+    described = json.loads(found.stdout)
+    assert described["schema"] == "kvq-calibration/1"
+    assert [layer["layer"] for layer in described["layers"]] == [0, 1]
+    assert described["provenance"]["windows"] == "3"
+    moved = [*arguments[:5], "--recipe", "k=int4,v=int4,center=calibrated", *arguments[7:13]]
+    moved += ["--prompt-tokens", 8, "--out", tmp_path / "moved", "--position-offset", 50]
+    moved += ["--calibration", calibrated[-1], "--json"]
+    found = CliRunner().invoke(app, list(map(str, moved)))
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["rows"][0]["kld"] > 0
     plain = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "200"})
     assert "KL divergence" in plain.stdout
 
 
 def test_serving() -> None:
     arguments = "serving --shape tiny --device cpu --dtype float32 --sequences 2 --inputs 9 --json"
-    found = CliRunner().invoke(app, [*arguments.split(), "--outputs", "3", "--recipe", "int4"])
+    recipes = "--recipe int4 --recipe k=int4,v=int4,center=first"
+    found = CliRunner().invoke(app, [*arguments.split(), "--outputs", "3", *recipes.split()])
     assert found.exit_code == 0, found.output
     rows = json.loads(found.stdout)
-    assert [row["mode"] for row in rows] == ["dynamic", "static", "int4"]
+    assert [row["mode"] for row in rows] == [
+        "dynamic",
+        "static",
+        "int4",
+        "k=int4,v=int4,center=first",
+    ]
     assert max(row["ratio"] for row in rows[:2]) == 1
     for row in rows:
         assert row["tokens_per_s"] > 0

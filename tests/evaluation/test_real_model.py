@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ pytest.importorskip("transformers")
 from kvq.evaluation.recipes import parse_recipe
 from kvq.evaluation.summary import summarize, window_table
 from kvq.evaluation.windows import evaluate_window
+from kvq.integrations.key_transforms import calibrate
+from tests.position_shift import OFFSET, loses_more, mean_after_rope
 
 pytestmark = pytest.mark.realmodel
 
@@ -41,6 +44,40 @@ def loaded() -> Any:
     from kvq.integrations.capture import load_model
 
     return load_model(Path(found.origin).parent)
+
+
+def test_positions_do_not_matter(loaded: Any) -> None:
+    """The position-shift test: a text moved to position 30,000 may not lose more than here.
+
+    Calibrated on the very windows that are measured, which is what a mean that fits their
+    positions alone gains most by: such a mean, after RoPE, is found by the test.
+    """
+    model = loaded.model
+    ids = torch.tensor(loaded.tokenizer(PROSE)["input_ids"])
+    windows = ids[: len(ids) // 6 * 6].view(6, -1)
+    calibration = calibrate(model, windows)
+    names = ["calibrated", "first", "calibrated,pair=calibrated"]
+    recipes = [parse_recipe("int4")]
+    recipes += [parse_recipe(f"k=int4,v=int4,center={x}").bind(model, calibration) for x in names]
+    recipes.append(
+        replace(recipes[0], text="trap", key_transforms=mean_after_rope(model, windows))
+    )
+    losses = {
+        offset: {
+            str(recipe): [
+                sum(row.kld for row in evaluate_window(model, i, part, [recipe], 2, offset))
+                for i, part in enumerate(windows)
+            ]
+            for recipe in recipes
+        }
+        for offset in (0, OFFSET)
+    }
+    here, there = losses[0], losses[OFFSET]
+    for recipe in recipes[1:-1]:
+        name = str(recipe)
+        assert not loses_more(there[name], here[name]), name
+        assert sum(here[name] + there[name]) < 0.8 * sum(here["int4"] + there["int4"])
+    assert loses_more(there["trap"], here["trap"])
 
 
 def test_recipes_cost_what_they_are_known_to(loaded: Any) -> None:

@@ -30,6 +30,16 @@ def test_sides_layers_and_tokens() -> None:
     assert recipe.full_precision_prompt
 
 
+def test_what_keys_lose() -> None:
+    recipe = parse_recipe("k=int4,v=int4,center=first,pair=calibrated")
+    assert (recipe.center, recipe.scale_pairs) == ("first", True)
+    assert parse_recipe("int4").center is None
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=2)
+    with pytest.raises(ValueError, match=r"recipe must be bound to a model, got 'k=int4.*first"):
+        recipe.new_cache(config)
+
+
 def test_modes_with_parts(tmp_path: Path) -> None:
     assert parse_mode("int4@unrotated") == mode("int4").without_rotation()
     assert parse_mode("int8@toward_zero") == mode("int8").with_rounding(Rounding.TOWARD_ZERO)
@@ -46,6 +56,8 @@ def test_modes_with_parts(tmp_path: Path) -> None:
         ("k=int4", "recipe must have k= and v=, got 'k=int4'"),
         ("k=int4,v=int4,last=3", "recipe must be a mode, or parts among .*, got 'last=3'"),
         ("k=int4,v=int4,first=-3", "got 'first=-3'"),
+        ("k=int4,v=int4,center=mean", r"center=bias\|first\|calibrated .* got 'center=mean'"),
+        ("k=int4,v=int4,pair=bias", "and pair=calibrated, got 'pair=bias'"),
         ("int4@up", "rounding must be one of"),
         ("lloyd2@toward_zero", "mode must round to take another rounding"),
     ],
@@ -62,6 +74,9 @@ def test_bits_per_value() -> None:
     assert layers == 4.25 + 4 / 8
     kept = parse_recipe("k=int4,v=int4,first=4,recent=60").bits_per_value(2, 128, 4096)
     assert kept == 4.25 + 16 * (4 + 60 + 64) / 4096
+    first = parse_recipe("k=int4,v=int4,center=first")
+    assert first.bits_per_value(2, 128, 4096) == 4.25 + 16 / 4096
+    assert parse_recipe("k=int4,v=int4,center=bias").bits_per_value(2, 128, 4096) == 4.25
     assert parse_recipe("k=int4,v=int4,first=9").bits_per_value(2, 128, 4) == 4.25 + 16
 
 

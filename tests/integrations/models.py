@@ -73,6 +73,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {}),
     "gpt_neox": ("GPTNeoXConfig", {}),
     "cohere": ("CohereConfig", {}),
+    "glm": ("GlmConfig", {"partial_rotary_factor": 0.5, "attention_bias": True}),
     "qwen3_next": (
         "Qwen3NextConfig",
         {

@@ -11,12 +11,15 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import kvq
+from kvq.integrations.key_transforms import key_transforms
 from kvq.integrations.models import cache_argument
 from kvq.integrations.transformers import KVQuantCache
 from kvq.integrations.transformers.attention import packed_attention
 from kvq.integrations.transformers.layers import PackedLayer
 from kvq.integrations.transformers.options import LayerOptions
 from kvq.integrations.transformers.steps import Shared
+from kvq.key_transforms import KeyTransform
+from kvq.rotary import RotarySpec
 from tests.integrations.models import MODELS, forward, prompt, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -40,8 +43,27 @@ def greedy(model: Any, cache: KVQuantCache, count: int) -> Tensor:
 @pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("mode", ["int8", "fp8", "int4", "int2", "lloyd3", "smax4", "affine4"])
 def test_has_the_bits_and_the_attention_of_the_reference(mode: str, kept: dict[str, int]) -> None:
+    check_against_the_reference(LayerOptions(kvq.mode(mode), kvq.mode(mode), **kept))
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+@pytest.mark.parametrize("source", ["mean", "first"])
+def test_centered_keys_have_the_bits_of_the_reference(source: str, kept: dict[str, int]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    scale = torch.randn(2, 32, generator=generator).div(4).exp()
+    transform = KeyTransform(
+        RotarySpec(tuple((1e4 ** (-torch.arange(32) / 32)).tolist()), 64),
+        mean=torch.randn(2, 64, generator=generator) if source == "mean" else None,
+        mean_tokens=64 if source == "first" else 0,
+        pair_scale=torch.cat((scale, scale), dim=-1),
+    )
+    mode = kvq.mode("int4")
+    check_against_the_reference(LayerOptions(mode, mode, key_transform=transform, **kept))
+
+
+def check_against_the_reference(options: LayerOptions) -> None:
+    """A layer on the GPU beside one on the CPU."""
     config = type("config", (), {"_attn_implementation": "kvq"})
-    options = LayerOptions(kvq.mode(mode), kvq.mode(mode), **kept)
     generator = torch.Generator().manual_seed(3)
     states = {
         name: torch.randn(2, heads, 300, 64, generator=generator)
@@ -79,13 +101,16 @@ def test_models_agree_with_unpacked_tensors(name: str) -> None:
     assert (logits[0] - logits[1]).abs().amax(-1).median() < 2e-3
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=str)
+@pytest.mark.parametrize("kept", [*KEPT, {"center": "first"}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "mixed_windows"])
-def test_a_captured_step_is_the_step(name: str, kept: dict[str, int]) -> None:
+def test_a_captured_step_is_the_step(name: str, kept: dict[str, Any]) -> None:
     """CUDA graphs: one capture, replayed while the cache goes on; and no wait for the device."""
     model = on_gpu(name)
+    options = dict(kept)
+    if "center" in options:
+        options["key_transforms"] = key_transforms(model, center=options.pop("center"))
     caches = [
-        KVQuantCache(model.config, "int4", "int4", max_cache_len=64, **kept) for _ in range(2)
+        KVQuantCache(model.config, "int4", "int4", max_cache_len=64, **options) for _ in range(2)
     ]
     for cache in caches:
         forward(model, ids(), cache)

@@ -12,10 +12,15 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from kvq.integrations.key_transforms import key_transforms
 from kvq.integrations.transformers import KVQuantCache
 from tests.integrations.models import forward, prompt, tiny_model
 
-KEPT = [{}, {"first_tokens": 2, "recent_tokens": 5, "slack": 8}]
+KEPT = [
+    {},
+    {"first_tokens": 2, "recent_tokens": 5, "slack": 8},
+    {"center": "first"},
+]
 NAMES = ["llama", "mixed_windows"]
 STATIC = [None, 64]
 
@@ -25,12 +30,14 @@ def model(request: pytest.FixtureRequest) -> Any:
     return tiny_model(request.param)
 
 
-@pytest.fixture(params=KEPT, ids=["packed", "mixed"])
+@pytest.fixture(params=KEPT, ids=["packed", "mixed", "centered"])
 def new_cache(request: pytest.FixtureRequest, model: Any) -> Callable[..., KVQuantCache]:
+    options = {"slack": 8, **request.param}
+    if "center" in options:
+        options["key_transforms"] = key_transforms(model, center=options.pop("center"))
+
     def make(**more: Any) -> KVQuantCache:
-        return KVQuantCache(
-            model.config, "int4", "lloyd2", block_size=8, **{"slack": 8, **request.param, **more}
-        )
+        return KVQuantCache(model.config, "int4", "lloyd2", block_size=8, **{**options, **more})
 
     return make
 
@@ -240,6 +247,9 @@ def test_memory_is_every_stored_byte(model: Any, new_cache: Callable[..., KVQuan
     steps = [step for _, step in cache._shared.steps.values()]
     tensors = [x for layer in cache.layers for x in layer.tensors()]
     tensors += [x for step in steps for x in step if isinstance(x, Tensor)]
+    transforms = [layer.transform for layer in cache.layers if layer.transform is not None]
+    tensors += [x for transform in transforms for x in transform.constants]
+    assert (memory.key_transforms > 0) == bool(transforms)
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     assert memory.total == sum(storages.values())
     layer = cache.layers[-1]

@@ -176,13 +176,72 @@ def _paged(
     with_lse: bool = False,
 ) -> Any:
     """Attention over the pages; `AttentionOutput` with the log-sum-exp, or the output alone."""
+    batch = len(seq_lens)
+    transform, step = states.transform, states.step
+    if transform is None:
+        return _read_pages(rows, states, seq_lens, step.query_start_loc, scale, features, with_lse)
+    if transform.mean is not None and features.soft_cap is not None:
+        raise ValueError(
+            f"softcap must be None with centered keys, got {features.soft_cap}: what they add to "
+            "the logits is added after it"
+        )
+    # Keys that anything is asked of: those of the mask, those there are, or all there can be.
+    given = features.logit_bias
+    if given is not None:
+        columns = given.shape[2]
+    elif isinstance(step.start, int):
+        columns = step.start + step.q_len - step.offset
+    else:
+        columns = step.block_table.shape[1] * states.key_cache.words.shape[2]
+    query = rows.unflatten(0, (batch, -1))  # [B, Q, Hq, D]
+    count = query.shape[1]
+    size = transform.queries_at_once(batch, query.shape[2], columns)
+    parts = []
+    for begin in range(0, count, size):
+        part = query[:, begin : begin + size]
+        chosen = part.shape[1]
+        bias = transform.logits(part, step.offset, columns, scale)
+        if bias is not None:
+            if given is not None:
+                masked = given.unflatten(0, (batch, count))[:, begin : begin + size]
+                bias = bias + masked.flatten(0, 1)
+            features = replace(features, logit_bias=bias)
+        found = _read_pages(
+            transform.scale_queries(part).flatten(0, 1),
+            states,
+            (seq_lens - (count - begin - chosen)).clamp(min=0),
+            step.query_start_loc // count * chosen,
+            scale,
+            features,
+            with_lse,
+        )
+        parts.append(found if with_lse else (found,))
+    if len(parts) == 1:
+        return AttentionOutput(*parts[0]) if with_lse else parts[0][0]
+    whole = [
+        torch.cat([x.unflatten(0, (batch, -1)) for x in pieces], 1).flatten(0, 1)
+        for pieces in zip(*parts, strict=True)
+    ]
+    return AttentionOutput(*whole) if with_lse else whole[0]
+
+
+def _read_pages(
+    rows: Tensor,
+    states: PackedStates,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    features: AttentionFeatures,
+    with_lse: bool,
+) -> Any:
+    """One call of the packed attention."""
     found = kvq.paged_attention(
         rows,
         states.key_cache,
         states.value_cache,
         states.step.block_table,
         seq_lens,
-        states.step.query_start_loc,
+        query_start_loc,
         scale=scale,
         features=features,
         return_lse=with_lse,

@@ -16,6 +16,7 @@ from kvq.integrations.transformers.memory import Memory, measure_memory
 from kvq.integrations.transformers.options import LayerModes, LayerOptions, layer_mode
 from kvq.integrations.transformers.static import StaticPackedLayer
 from kvq.integrations.transformers.steps import Shared
+from kvq.integrations.transformers.transforms import LayerTransforms, layer_transform
 
 #: Layers with keys and values for each token; a chunk is the model's mask's business.
 _PACKED: Final = ("full_attention", "sliding_attention", "chunked_attention")
@@ -56,6 +57,7 @@ class KVQuantCache(Cache):
         slack: int = 64,
         full_precision_prompt: bool = False,
         max_cache_len: int | None = None,
+        key_transforms: LayerTransforms = None,
         capacity: int = 0,
         block_size: int = 64,
         offloading: bool = False,
@@ -77,12 +79,15 @@ class KVQuantCache(Cache):
                 stored is the same.
             max_cache_len: Make it static, for so many tokens: every tensor stays where it is, and
                 decoding can be compiled. `generate` then does so on a GPU.
+            key_transforms: What keys lose before they are packed and get back when they are read:
+                a mean, a scale of each pair. As `kvq.integrations.key_transforms` makes them of a
+                model, or a function of the layer.
             capacity: Tokens to reserve at first in a cache that grows.
             block_size: Tokens in a page.
             offloading: Keep the layers that are not at work in the memory of the host.
 
         Raises:
-            TypeError: A mode is neither a mode nor a name.
+            TypeError: A mode is neither a mode nor a name; or a transform is none.
             ValueError: An option is out of range; or the model has latent attention, cross
                 attention, layers that share keys and values, or layers of a kind that is not
                 known; the message names it.
@@ -117,6 +122,7 @@ class KVQuantCache(Cache):
                 recent_tokens,
                 slack,
                 full_precision_prompt,
+                layer_transform(key_transforms, index),
             )
             window = kwargs.get("sliding_window") if kind == "sliding_attention" else None
             layers.append(
@@ -140,6 +146,7 @@ class KVQuantCache(Cache):
         """Forget all tokens."""
         super().reset()
         self._shared.steps.clear()
+        self._shared.turns.clear()
 
 
 def _check_config(config: Any, decoder: Any) -> None:

@@ -11,12 +11,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from transformers.cache_utils import CacheLayerMixin
 
 import kvq
 from kvq.integrations.transformers.full_precision import FullPrecision, check_window
 from kvq.integrations.transformers.options import LayerOptions
 from kvq.integrations.transformers.steps import Shared, Step, make_step
+from kvq.integrations.transformers.transforms import LayerTransform
 from kvq.tier import Layout, PagedKV, new_paged_kv
 
 #: A pool that is too small grows by at least one part in so many.
@@ -48,6 +50,8 @@ class PackedStates:
         self.mask_offset = mask_offset
         #: Full-precision tokens, if the layer keeps any.
         self.full_precision = layer.full_precision
+        #: What the packed keys have lost, if anything.
+        self.transform = layer.transform
         #: The tokens before the new ones that the first query may see in full precision.
         self.before = (
             None
@@ -93,9 +97,12 @@ class PackedLayer(CacheLayerMixin):
         self.window = window
         self.is_sliding = window is not None
         self.full_precision: FullPrecision | None = None
+        self.transform: LayerTransform | None = None
         self._shared = shared
         # Tokens so far, and the position of the first that is in the pages.
         self._length, self._offset = 0, 0
+        # Whether the next tokens are the first of their sequences.
+        self._begins = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for sequences like `[B, H, T, D]` and `[B, H, T, Dv]`; T may be 0."""
@@ -112,6 +119,8 @@ class PackedLayer(CacheLayerMixin):
         self.key_cache, self.value_cache = self._new_pools(self._initial_blocks())
         if self.options.keeps_full_precision:
             self.full_precision = FullPrecision(self.options, key_states, value_states)
+        if self.options.key_transform is not None:
+            self.transform = LayerTransform(self.options.key_transform, key_states, self._shared)
         self.is_initialized = True
 
     def update(
@@ -144,8 +153,20 @@ class PackedLayer(CacheLayerMixin):
         mask_offset = self._offset
         step = self._advance(keys.shape[2])
         prompt = self.options.full_precision_prompt and self._is_first(step)
+        written = keys
+        if self.transform is not None:
+            self.transform.reserve(self._reserved_tokens())
+            if self._begins and keys.shape[2] and not is_compiling():
+                self.transform.begin(keys)
+            written = self.transform.encode(keys, step.start)
+        self._begins = self._begins and keys.shape[2] == 0
         kvq.reshape_and_cache(
-            _rows(keys), _rows(values), self.key_cache, self.value_cache, step.slots, check=False
+            _rows(written),
+            _rows(values),
+            self.key_cache,
+            self.value_cache,
+            step.slots,
+            check=False,
         )
         if not packed:
             return (keys, values) if prompt else self._unpack(mask_offset)
@@ -177,15 +198,17 @@ class PackedLayer(CacheLayerMixin):
         # Pages before `offset` were forgotten in this very step and are not asked for again.
         length = self._columns()
         keys, values = (
-            unpack(cache, self.batch_size, head_dim)[:, :, :length].to(self.dtype)
+            unpack(cache, self.batch_size, head_dim)[:, :, :length]
             for cache, head_dim in zip(
                 (self.key_cache, self.value_cache), self.head_dims, strict=True
             )
         )
+        if self.transform is not None:
+            keys = self.transform.decode(keys, self._offset)
         missing = self._offset - offset
         if missing:
             keys, values = (torch.nn.functional.pad(x, (0, 0, missing, 0)) for x in (keys, values))
-        return keys, values
+        return keys.to(self.dtype), values.to(self.dtype)
 
     def tokens_in_pages(self) -> int:
         """Tokens of each sequence that are in the pages."""
@@ -194,6 +217,10 @@ class PackedLayer(CacheLayerMixin):
     def _columns(self) -> int:
         """Rows of the pages that `update` hands back unpacked."""
         return self._length - self._offset
+
+    def _reserved_tokens(self) -> int:
+        """Tokens, from the first on, that can be asked for now."""
+        return self._length
 
     def tensors(self) -> list[Tensor]:
         """Everything that the layer stores."""
@@ -204,6 +231,7 @@ class PackedLayer(CacheLayerMixin):
             *self.key_cache[:2],
             *self.value_cache[:2],
             *([] if full is None else full.tensors),
+            *([] if self.transform is None else self.transform.tensors),
         ]
 
     # Pages
@@ -298,12 +326,14 @@ class PackedLayer(CacheLayerMixin):
         if self.full_precision is not None:
             self.full_precision.check_crop(tokens_to_remove, length)
         self._length = length
+        self._begins = length == 0
 
     def reset(self) -> None:
         """Forget all tokens, and free their pages."""
         self.is_initialized = False
-        self.full_precision = None
+        self.full_precision = self.transform = None
         self._length = self._offset = 0
+        self._begins = True
         for name in ("key_cache", "value_cache", "batch_size"):
             if hasattr(self, name):
                 delattr(self, name)
@@ -333,6 +363,8 @@ class PackedLayer(CacheLayerMixin):
         )
         if self.full_precision is not None:
             self.full_precision = self.full_precision.map(lambda x: x.index_select(0, chosen))
+        if self.transform is not None:
+            self.transform = self.transform.map(lambda x: x.index_select(0, chosen))
         self.batch_size = len(chosen)
 
     def offload(self) -> None:

@@ -22,6 +22,8 @@ class Memory(NamedTuple):
     words: int
     #: First and recent tokens in the dtype of the model.
     full_precision: int
+    #: Means of keys, pair scales, and the turns of positions.
+    key_transforms: int
     #: Slots, block tables and lengths.
     lookup: int
     #: What layers that are not packed store (states of linear attention).
@@ -34,7 +36,14 @@ class Memory(NamedTuple):
     @property
     def total(self) -> int:
         """All bytes."""
-        return self.codes + self.words + self.full_precision + self.lookup + self.other
+        return (
+            self.codes
+            + self.words
+            + self.full_precision
+            + self.key_transforms
+            + self.lookup
+            + self.other
+        )
 
     @property
     def bits_per_value(self) -> float:
@@ -45,6 +54,7 @@ class Memory(NamedTuple):
 def measure_memory(layers: Iterable[object], index: Iterable[Tensor]) -> Memory:
     """The bytes of some layers, and of what they share."""
     codes = words = full = counts = other = values = unpacked = 0
+    transforms: dict[int, Tensor] = {}
     for layer in layers:
         if not isinstance(layer, PackedLayer):
             other += sum(map(_bytes, _tensors(vars(layer))))
@@ -56,13 +66,26 @@ def measure_memory(layers: Iterable[object], index: Iterable[Tensor]) -> Memory:
         words += sum(_bytes(pool.words) for pool in pools)
         kept = [] if layer.full_precision is None else layer.full_precision.tensors
         full += sum(map(_bytes, kept))
-        counts += sum(map(_bytes, layer.tensors()[4 + len(kept) :]))
+        own = [] if layer.transform is None else layer.transform.tensors
+        constants = [] if layer.transform is None else layer.transform.constants
+        # Layers share the turns of positions, and may share a mean.
+        transforms |= {x.untyped_storage().data_ptr(): x for x in (*own, *constants)}
+        counts += sum(map(_bytes, layer.tensors()[4 + len(kept) + len(own) :]))
         entries = (
             layer.batch_size * layer.num_heads * sum(layer.head_dims) * layer.tokens_in_pages()
         )
         values += entries
         unpacked += entries * layer.dtype.itemsize
-    return Memory(codes, words, full, counts + sum(map(_bytes, index)), other, values, unpacked)
+    return Memory(
+        codes,
+        words,
+        full,
+        sum(map(_bytes, transforms.values())),
+        counts + sum(map(_bytes, index)),
+        other,
+        values,
+        unpacked,
+    )
 
 
 def _bytes(tensor: Tensor) -> int:

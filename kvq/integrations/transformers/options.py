@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from kvq.key_transforms import KeyTransform
 from kvq.modes import Mode
 from kvq.modes import mode as resolve_mode
 
@@ -33,6 +34,8 @@ class LayerOptions:
     slack: int = 64
     #: Attend a sequence's first chunk as it came; what is stored is the same.
     full_precision_prompt: bool = False
+    #: What keys lose before they are packed, if anything.
+    key_transform: KeyTransform | None = None
 
     def __post_init__(self) -> None:
         for argument in ("first_tokens", "recent_tokens", "slack"):

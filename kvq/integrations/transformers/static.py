@@ -52,8 +52,11 @@ class StaticPackedLayer(PackedLayer):
         if self.options.keeps_full_precision:
             oldest = torch.zeros((), dtype=torch.int64, device=self.device)
             self.full_precision = FullPrecision(self.options, key_states, value_states, oldest)
+        if self.transform is not None:
+            self.transform.reserve(self._reserved_tokens())
         if not is_compiling():
-            for tensor in self.tensors():
+            constants = [] if self.transform is None else self.transform.constants
+            for tensor in (*self.tensors(), *constants):
                 torch._dynamo.mark_static_address(tensor)
 
     def tensors(self) -> list[Tensor]:
@@ -100,6 +103,9 @@ class StaticPackedLayer(PackedLayer):
     def _columns(self) -> int:
         return self.max_cache_len
 
+    def _reserved_tokens(self) -> int:
+        return self._initial_blocks() * self._shared.block_size
+
     def _initial_blocks(self) -> int:
         return -(-self.max_cache_len // self._shared.block_size)
 
@@ -117,8 +123,11 @@ class StaticPackedLayer(PackedLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """As `PackedLayer.crop`; waits for the device."""
-        if not self.is_initialized or self._clock is None or self._clock.leader is not self:
+        if not self.is_initialized or self._clock is None:
+            return
+        if self._clock.leader is not self:
             # The first layer has cropped them all, or refused.
+            self._begins = int(self._tokens) == 0
             return
         self._length = int(self._tokens)
         super().crop(tokens_to_remove)
@@ -126,8 +135,11 @@ class StaticPackedLayer(PackedLayer):
 
     def reset(self) -> None:
         """Forget all tokens; every tensor stays where it is."""
+        self._begins = True
         if self.is_initialized:
             self._tokens.zero_()
+            if self.transform is not None:
+                self.transform.restart()
             if self.full_precision is not None and isinstance(self.full_precision.oldest, Tensor):
                 self.full_precision.oldest.zero_()
 
@@ -148,5 +160,6 @@ class StaticPackedLayer(PackedLayer):
             )
         for pages in (*self.key_cache[:2], *self.value_cache[:2]):
             pages.copy_(select(pages, chosen, self.batch_size))
-        for tensor in [] if self.full_precision is None else self.full_precision.tensors:
+        kept = [] if self.full_precision is None else self.full_precision.tensors
+        for tensor in (*kept, *([] if self.transform is None else self.transform.tensors)):
             tensor.copy_(tensor.index_select(0, chosen))

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvq.reference.key_transforms import rotary_rows
+from kvq.rotary import RotarySpec
+
 
 class Step(NamedTuple):
     """Where the new tokens of one update stand. Layers of one device share it."""
@@ -43,16 +46,28 @@ class Shared:
     steps: dict[torch.device, tuple[tuple[int, ...], Step]] = field(default_factory=dict)
     #: What counts the tokens of the static layers of each device.
     clocks: dict[torch.device, Any] = field(default_factory=dict)
+    #: Cosines and sines of positions from 0 on, of each device.
+    turns: dict[tuple[RotarySpec, torch.device], Tensor] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         # A copy of a cache belongs to the same model.
         other = memo[id(self)] = Shared(self.config, self.block_size, self.capacity)
         other.clocks = copy.deepcopy(self.clocks, memo)
+        other.turns = copy.deepcopy(self.turns, memo)
         return other
 
     def reads_packed(self) -> bool:
         """Whether the model's attention function is the one that reads packed pages."""
         return bool(self.config._attn_implementation == "kvq")
+
+    def rotary_rows(self, spec: RotarySpec, device: torch.device, tokens: int) -> Tensor:
+        """Cosines and sines of at least so many positions, `[rows, 2 * pairs]` float32."""
+        known = self.turns.get((spec, device))
+        if known is None or len(known) < tokens:
+            rows = max(tokens, self.capacity, 0 if known is None else 2 * len(known), 1)
+            known = rotary_rows(spec, 0, rows).to(device)
+            self.turns[spec, device] = known
+        return known
 
 
 def make_step(

@@ -1,0 +1,83 @@
+"""`kvq calibrate`: find what the keys of a model have in common, for centered keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from kvq.commands.output import Json
+
+EXAMPLES: Final = (
+    "kvq calibrate --model ./SmolLM2-135M --text prose.txt --out calibration.safetensors",
+    "kvq calibrate --model m.gguf --text prose.txt --windows 6 --tokens 384 --out c.safetensors",
+)
+
+
+def command(
+    *,
+    model: Annotated[
+        Path,
+        typer.Option(help="Folder of a Hugging Face checkpoint on this disk, or a .gguf file."),
+    ],
+    text: Annotated[
+        Path,
+        typer.Option(
+            help="A UTF-8 text file, not the one to evaluate on; form feeds separate documents."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The calibration file to write.")],
+    windows: Annotated[int, typer.Option(help="Windows, evenly spread over the text.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    dtype: Annotated[str, typer.Option(help="What the model computes in.")] = "float32",
+    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
+    gguf_file: Annotated[
+        str | None, typer.Option(help="The .gguf file of the folder, if it has several.")
+    ] = None,
+    text_source: Annotated[
+        str, typer.Option(help="Where the text comes from, for the provenance.")
+    ] = "not stated",
+    license_notes: Annotated[
+        str, typer.Option(help="Under what terms model and text are, for the provenance.")
+    ] = "not stated",
+    json: Json = False,
+) -> None:
+    """Run a model over a text and write the means of its keys and the scales of its RoPE pairs.
+
+    Both are taken before RoPE, so they fit every position. The model is read from this disk;
+    nothing is downloaded. A model whose RoPE cannot be verified is refused.
+    """
+    import hashlib
+
+    from kvq.calibration_files import save_calibration
+    from kvq.checks import check_device_name
+    from kvq.commands.descriptions import describe_calibration
+    from kvq.commands.inspect import print_description
+    from kvq.evaluation.prose import SEPARATOR
+    from kvq.evaluation.windows import cut_windows
+    from kvq.integrations.capture import load_model, read_dtype, read_text
+    from kvq.integrations.key_transforms import calibrate
+
+    check_device_name(device)
+    compute = read_dtype("dtype", dtype)
+    prose = read_text(text)
+    loaded = load_model(model, gguf_file=gguf_file, dtype=compute, device=device)
+    documents = [
+        loaded.tokenizer(part, add_special_tokens=False)["input_ids"]
+        for part in prose.split(SEPARATOR)
+    ]
+    calibration = calibrate(
+        loaded.model,
+        cut_windows(documents, tokens, windows),
+        provenance={
+            **loaded.provenance,
+            "dtype": dtype,
+            "text": text_source,
+            "text_sha256": hashlib.sha256(prose.encode()).hexdigest(),
+            "license": license_notes,
+        },
+        progress=True,
+    )
+    save_calibration(out, calibration)
+    print_description(out, describe_calibration(calibration), json=json)
