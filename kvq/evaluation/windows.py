@@ -124,17 +124,17 @@ def compare(logits: Tensor, reference: Tensor, targets: Tensor) -> tuple[float, 
         targets: `[T]`, the tokens that came.
 
     Returns:
-        As the last fields of `WindowSums`, summed in float64 from float32 logarithms.
+        As the last fields of `WindowSums`, in float64.
     """
     nll = full = kld = 0.0
     agree = 0
     for start in range(0, len(targets), _CHUNK):
         chunk = slice(start, start + _CHUNK)
-        ours, theirs = (x[chunk].float().log_softmax(-1) for x in (logits, reference))
+        ours, theirs = (x[chunk].double().log_softmax(-1) for x in (logits, reference))
         target = targets[chunk, None]
-        nll -= float(ours.gather(1, target).double().sum())
-        full -= float(theirs.gather(1, target).double().sum())
-        kld += float((theirs.exp() * (theirs - ours)).sum(-1).double().sum())
+        nll -= float(ours.gather(1, target).sum())
+        full -= float(theirs.gather(1, target).sum())
+        kld += float((theirs.exp() * (theirs - ours)).sum())
         agree += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
     return nll, full, kld, agree
 
