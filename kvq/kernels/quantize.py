@@ -129,7 +129,7 @@ def guess_index(
         threshold and 1 at the highest, and `w * (c1 + w * (c2 + w * c3))` rises between them and
         comes within `GUESS_ERROR` of `i` at threshold `i`. So a number whose guess rounds to `i`
         is above threshold `i - 1` and below threshold `i + 1`, with room for rounding. Empty if no
-        cubic does, if there are fewer than `fewest` levels, or if the thresholds do not fit a warp.
+        cubic does, with fewer than `fewest` levels, or if the thresholds do not fit a warp.
     """
     count = len(thresholds)
     if not fewest <= count + 1 <= launch.WARP:
