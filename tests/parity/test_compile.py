@@ -49,7 +49,9 @@ def assert_exact(record: dict[str, object]) -> None:
 
 
 def test_the_write_on_hopper_is_exact_and_spills_nothing() -> None:
-    for record in compiled("cuda:90", ("int4", "int2", "fp8", "affine4", "lloyd4")):
+    for record in compiled(
+        "cuda:90", ("int4", "int2", "fp8", "affine4", "lloyd4", "smax4_search_w16")
+    ):
         assert_exact(record)
         assert record["local"] == 0, record
 
