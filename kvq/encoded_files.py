@@ -3,7 +3,7 @@
 Schema `kvq-encoded/1`, safetensors:
 
 * `layers.{i}.{key|value}.codes` `[T, H, B]` uint8 and `layers.{i}.{key|value}.words` `[T, H]`
-  float32; `positions` `[T]` int64.
+  float32 (float16 for a mode with 16-bit words); `positions` `[T]` int64.
 * metadata: `modes`, a JSON object with every part of each mode by name, codebooks included, so
   that a file can be read without the codebook files it was made with; `layers`, a JSON object
   `{"0": {"key": {"mode": name, "head_dim": D}, "value": ...}}`; `activations_sha256`, of the
@@ -30,6 +30,7 @@ from kvq.dispatch import TierName, dequantize, quantize
 from kvq.files import FileFormatError, read_tensors, write_tensors
 from kvq.modes import MODES, Mode
 from kvq.records import from_json, to_json
+from kvq.tier import word_dtype
 
 #: Name and version of the file format.
 SCHEMA: Final = "kvq-encoded/1"
@@ -43,7 +44,7 @@ class EncodedRows(NamedTuple):
 
     #: `[T, H, B]` uint8.
     codes: Tensor
-    #: `[T, H]` float32; compare it as int32, since its bits may hold two numbers.
+    #: `[T, H]` float32 or float16; compare its bits, which may hold two numbers.
     words: Tensor
     #: How the rows are stored.
     mode: Mode
@@ -85,7 +86,7 @@ class Encoded:
         for name, rows in self.rows():
             row_bytes = rows.mode.bytes_per_row(rows.head_dim)
             check_dtype(f"{name}.codes", rows.codes, torch.uint8)
-            check_dtype(f"{name}.words", rows.words, torch.float32)
+            check_dtype(f"{name}.words", rows.words, word_dtype(rows.mode))
             check_shape(f"{name}.codes", rows.codes, (tokens, None, row_bytes), "[T, H, B]")
             check_shape(f"{name}.words", rows.words, (tokens, rows.codes.shape[1]), "[T, H]")
         self.modes()

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
-from kvq.codebooks import CODEBOOKS, Codebook
+from kvq.codebooks import CODEBOOKS, Codebook, to_float32
 from kvq.rounding import Rounding
-from kvq.scale_word import WORD_BYTES, ZERO_POINT_BITS, StoredWord
+from kvq.scale_word import ZERO_POINT_BITS, StoredWord
 
 #: Ends the full name of every mode: one scale per token and KV head.
 SUFFIX: Final = "_per_token_head"
@@ -142,15 +142,28 @@ class ScaleFit(Enum):
         return self.value
 
 
-#: The normalizations, words and largest codes that go together.
-_INTEGER_WORDS: Final = {
-    Normalization.ABSMAX: (StoredWord.FLOAT32, (Grid.SIGNED, Grid.E4M3)),
-    Normalization.ZERO_RANGE: (StoredWord.FLOAT32_ZERO_POINT, (Grid.UNSIGNED,)),
-    Normalization.CLAMPED_RANGE: (StoredWord.FLOAT32_ZERO_POINT, (Grid.UNSIGNED,)),
-    Normalization.MIN_RANGE: (StoredWord.FLOAT16_PAIR, (Grid.UNSIGNED,)),
-    Normalization.RMS: (StoredWord.FLOAT32, (Grid.CODEBOOK,)),
-    Normalization.SIGNED_MAX: (StoredWord.FLOAT32, (Grid.CODEBOOK,)),
+#: The words of codebook rows.
+_SCALES: Final = (StoredWord.FLOAT32, StoredWord.FLOAT16)
+#: The normalizations, words and grids that go together.
+_WORDS: Final = {
+    Normalization.ABSMAX: ((StoredWord.FLOAT32,), (Grid.SIGNED, Grid.E4M3)),
+    Normalization.ZERO_RANGE: ((StoredWord.FLOAT32_ZERO_POINT,), (Grid.UNSIGNED,)),
+    Normalization.CLAMPED_RANGE: ((StoredWord.FLOAT32_ZERO_POINT,), (Grid.UNSIGNED,)),
+    Normalization.MIN_RANGE: ((StoredWord.FLOAT16_PAIR,), (Grid.UNSIGNED,)),
+    Normalization.RMS: (_SCALES, (Grid.CODEBOOK,)),
+    Normalization.SIGNED_MAX: (_SCALES, (Grid.CODEBOOK,)),
 }
+
+#: The gains that are searched when a row is written, in 32nds (so each is a float32), by what the
+#: row is divided by. Seven were chosen for the smallest error of Gaussian rows of head size 128
+#: over 2, 3 and 4 bits together; an eighth gains less than one part in a hundred. A gain of 1 is
+#: among them, so no row is worse for the search.
+GAINS: Final[Mapping[Normalization, tuple[float, ...]]] = MappingProxyType(
+    {
+        Normalization.RMS: tuple(n / 32 for n in (25, 28, 30, 32, 34, 36, 39)),
+        Normalization.SIGNED_MAX: tuple(n / 32 for n in (28, 30, 31, 32, 33, 35, 39)),
+    }
+)
 
 #: The normalizations whose words hold the `1/N` of the rotation.
 _FOLDED: Final = (Normalization.MIN_RANGE, Normalization.RMS, Normalization.SIGNED_MAX)
@@ -190,6 +203,10 @@ class Mode:
     codebook: Codebook | None = None
     #: How the word is chosen, for `Grid.CODEBOOK`.
     scale_fit: ScaleFit | None = None
+    #: Gains, each a float32, that a row tries before its codes are chosen: those of `z * gain`,
+    #: with `z` the normalized row. The best fit by least squares wins, the first among equals,
+    #: whatever the scale fit; it is judged before the word is rounded. Empty: no search.
+    gains: tuple[float, ...] = ()
     #: All of the above as JSON, which `kvq.records.from_json` reads: for what can carry a mode as
     #: text only, such as an operator of a compiled graph, in this process or another.
     text: str = field(init=False, repr=False, compare=False)
@@ -199,9 +216,10 @@ class Mode:
             raise ValueError(f"name must not be empty, got {self.name!r}")
         if self.bits not in PACKINGS:
             raise ValueError(f"bits must be one of {PACKINGS}, got {self.bits!r}")
-        word, grids = _INTEGER_WORDS[self.normalization]
-        if self.word is not word:
-            raise ValueError(f"word must be {word} for {self.normalization}, got {self.word}")
+        words, grids = _WORDS[self.normalization]
+        if self.word not in words:
+            names = " or ".join(str(word) for word in words)
+            raise ValueError(f"word must be {names} for {self.normalization}, got {self.word}")
         if self.grid not in grids:
             names = " or ".join(str(grid) for grid in grids)
             raise ValueError(f"grid must be {names} for {self.normalization}, got {self.grid}")
@@ -229,6 +247,14 @@ class Mode:
                 f"codebook must have at most {2**self.bits} levels for {self.bits} bits, "
                 f"got {self.codebook.num_levels}"
             )
+        if self.gains and self.scale_fit in (None, ScaleFit.UNIT):
+            raise ValueError(
+                "gains must be empty unless the word is fitted to the codes, "
+                f"got {self.gains} with the scale fit {self.scale_fit}"
+            )
+        for gain in self.gains:
+            if not 0 < gain < math.inf or to_float32(gain) != gain:
+                raise ValueError(f"gains must hold positive float32 numbers, got {gain!r}")
         object.__setattr__(self, "text", json.dumps(_parts(self), default=_parts))
 
     @property
@@ -291,7 +317,7 @@ class Mode:
 
     def bytes_per_token_head(self, head_dim: int) -> int:
         """Bytes of one row with its stored word."""
-        return self.bytes_per_row(head_dim) + WORD_BYTES
+        return self.bytes_per_row(head_dim) + self.word.num_bytes
 
     def bits_per_value(self, head_dim: int) -> Fraction:
         """Stored bits per channel, the stored word counted."""
@@ -362,21 +388,43 @@ def _affine(stem: str, normalization: Normalization, word: StoredWord) -> Mode:
     )
 
 
-def _codebook(stem: str, normalization: Normalization, codebook: str, fit: ScaleFit) -> Mode:
+def _codebook(
+    stem: str,
+    normalization: Normalization,
+    codebook: str,
+    fit: ScaleFit,
+    *,
+    word: StoredWord = StoredWord.FLOAT32,
+    searched: bool = False,
+) -> Mode:
     book = CODEBOOKS[codebook]
     return Mode(
         stem + SUFFIX,
         (book.num_levels - 1).bit_length(),
         Grid.CODEBOOK,
         normalization,
-        StoredWord.FLOAT32,
+        word,
         RANDOM_HADAMARD,
         codebook=book,
         scale_fit=fit,
+        gains=GAINS[normalization] if searched else (),
     )
 
 
-_LLOYD_FITS: Final = {
+def _lloyd(ending: str, bits: int, fit: ScaleFit, **parts: Any) -> Mode:
+    return _codebook(
+        f"lloyd{bits}{ending}", Normalization.RMS, f"gaussian_{2**bits}", fit, **parts
+    )
+
+
+def _smax(ending: str, bits: int, fit: ScaleFit, **parts: Any) -> Mode:
+    return _codebook(
+        f"smax{bits}{ending}", Normalization.SIGNED_MAX, f"signed_max_{2**bits}", fit, **parts
+    )
+
+
+#: Of codebook modes, by the end of their names.
+_FITS: Final = {
     ScaleFit.LEAST_SQUARES: "",
     ScaleFit.UNIT: "_unit",
     ScaleFit.NORM_MATCH: "_norm_match",
@@ -388,21 +436,35 @@ _ROWS = (
     _absmax("fp8", Grid.E4M3, Rounding.HALF_EVEN),
     _affine("int4", Normalization.ZERO_RANGE, StoredWord.FLOAT32_ZERO_POINT),
     _codebook("int2", Normalization.RMS, "gaussian_4", ScaleFit.UNIT),
+    *(_lloyd(ending, bits, fit) for bits in (1, 2, 3, 4) for fit, ending in _FITS.items()),
+    *(_smax("", bits, ScaleFit.LEAST_SQUARES) for bits in (2, 3, 4)),
+    _affine("affine4", Normalization.MIN_RANGE, StoredWord.FLOAT16_PAIR),
     *(
-        _codebook(f"lloyd{bits}{ending}", Normalization.RMS, f"gaussian_{2**bits}", fit)
-        for bits in (1, 2, 3, 4)
-        for fit, ending in _LLOYD_FITS.items()
-    ),
-    *(
-        _codebook(
-            f"smax{bits}",
-            Normalization.SIGNED_MAX,
-            f"signed_max_{2**bits}",
-            ScaleFit.LEAST_SQUARES,
-        )
+        make("_search", bits, ScaleFit.LEAST_SQUARES, searched=True)
+        for make in (_lloyd, _smax)
         for bits in (2, 3, 4)
     ),
-    _affine("affine4", Normalization.MIN_RANGE, StoredWord.FLOAT16_PAIR),
+    # Words of two bytes, for what a recipe would take: keys and values of 4 bits and keys of 2 and
+    # 3 want least squares or their length kept, values of 2 and 3 bits no shrinkage.
+    *(
+        _lloyd(_FITS[fit] + "_w16", bits, fit, word=StoredWord.FLOAT16)
+        for bits, fit in (
+            (2, ScaleFit.NORM_MATCH),
+            (2, ScaleFit.UNBIASED),
+            (3, ScaleFit.NORM_MATCH),
+            (3, ScaleFit.UNBIASED),
+            (4, ScaleFit.LEAST_SQUARES),
+        )
+    ),
+    *(
+        _smax(f"_search{_FITS[fit]}_w16", bits, fit, word=StoredWord.FLOAT16, searched=True)
+        for bits, fits in (
+            (2, (ScaleFit.LEAST_SQUARES, ScaleFit.NORM_MATCH, ScaleFit.UNBIASED)),
+            (3, (ScaleFit.LEAST_SQUARES, ScaleFit.NORM_MATCH, ScaleFit.UNBIASED)),
+            (4, (ScaleFit.LEAST_SQUARES,)),
+        )
+        for fit in fits
+    ),
 )
 
 #: Every shipped mode by its full name, in the order of the tables. Read-only.

@@ -29,7 +29,7 @@ from kvq.checks import check_tensor
 from kvq.modes import Mode, Rotation
 from kvq.modes import mode as resolve_mode
 from kvq.records import from_json
-from kvq.tier import AttentionFeatures, AttentionOutput, Layout, PagedKV, Tier
+from kvq.tier import AttentionFeatures, AttentionOutput, Layout, PagedKV, Tier, word_dtype
 
 #: Devices that neither tier works on, and what a device must have instead.
 _REFUSED: Final = {"meta": "that holds values", "mps": "with float64"}
@@ -93,10 +93,9 @@ def quantize(x: Tensor, mode_text: str, tier: str | None) -> tuple[Tensor, Tenso
 
 @quantize.register_fake
 def _(x: Tensor, mode_text: str, tier: str | None) -> tuple[Tensor, Tensor]:
-    codes = x.new_empty(
-        (*x.shape[:-1], mode_of(mode_text).bytes_per_row(x.shape[-1])), dtype=torch.uint8
-    )
-    return codes, x.new_empty(x.shape[:-1], dtype=torch.float32)
+    mode = mode_of(mode_text)
+    codes = x.new_empty((*x.shape[:-1], mode.bytes_per_row(x.shape[-1])), dtype=torch.uint8)
+    return codes, x.new_empty(x.shape[:-1], dtype=word_dtype(mode))
 
 
 @custom_op("kvq::dequantize", mutates_args=())

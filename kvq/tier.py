@@ -27,6 +27,7 @@ from kvq.checks import (
 )
 from kvq.modes import Mode, Rotation
 from kvq.modes import mode as resolve_mode
+from kvq.scale_word import StoredWord
 
 #: The dtypes of slots, blocks and lengths.
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -49,7 +50,8 @@ class QuantizedKV(NamedTuple):
 
     #: `[..., B]` uint8, first code in the lowest bits.
     codes: Tensor
-    #: `[...]` float32, one word per row; compare it as int32, since its bits may hold two numbers.
+    #: `[...]` float32 or float16 (see `word_dtype`), one word per row. Compare it as integers,
+    #: since its bits may hold two numbers.
     words: Tensor
 
 
@@ -58,7 +60,7 @@ class PagedKV(NamedTuple):
 
     #: `[blocks, heads, block_size, B]` (HND) or `[blocks, block_size, heads, B]` (NHD) uint8.
     codes: Tensor
-    #: The same axes without the last, float32.
+    #: The same axes without the last, float32 or float16 (see `word_dtype`).
     words: Tensor
     #: How its rows are stored.
     mode: Mode
@@ -157,6 +159,11 @@ class AttentionOutput(NamedTuple):
     log_sum_exp: Tensor
 
 
+def word_dtype(mode: Mode) -> torch.dtype:
+    """The dtype of a mode's stored words: float32, or float16 for `StoredWord.FLOAT16`."""
+    return torch.float16 if mode.word is StoredWord.FLOAT16 else torch.float32
+
+
 def new_paged_kv(
     num_blocks: int,
     block_size: int,
@@ -197,7 +204,7 @@ def new_paged_kv(
     codes = torch.zeros(
         (num_blocks, *inner, mode.bytes_per_row(head_dim)), dtype=torch.uint8, device=device
     )
-    words = torch.zeros((num_blocks, *inner), dtype=torch.float32, device=device)
+    words = torch.zeros((num_blocks, *inner), dtype=word_dtype(mode), device=device)
     return PagedKV(codes, words, mode, order)
 
 
@@ -211,8 +218,7 @@ def as_hnd(cache: PagedKV) -> tuple[Tensor, Tensor]:
     words = check_tensor("cache.words", cache.words)
     if codes.dtype is not torch.uint8:
         raise TypeError(f"cache.codes must be uint8, got {codes.dtype}")
-    if words.dtype is not torch.float32:
-        raise TypeError(f"cache.words must be float32, got {words.dtype}")
+    check_dtype("cache.words", words, word_dtype(cache.mode))
     if codes.ndim != 4 or codes.shape[:3] != words.shape:
         raise ValueError(
             "cache.codes must be [blocks, heads, block_size, bytes] in the order of its layout, "

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvq.modes import MODES, Grid, Mode, Normalization, Rotation
 from kvq.rounding import Rounding
+from kvq.scale_word import StoredWord
 from tests import oracle
 
 _DTYPE_NAMES = {
@@ -48,9 +49,16 @@ def expected(x: Tensor, mode: Mode) -> Expected:
     shape = x.shape[:-1]
     return Expected(
         torch.from_numpy(codes).reshape(*shape, -1),
-        torch.from_numpy(words.view(np.float32)).reshape(shape),
+        torch.from_numpy(_words(words, mode)).reshape(shape),
         torch.from_numpy(values.astype(np.float32, copy=False)).reshape(x.shape),
     )
+
+
+def _words(bits: np.ndarray, mode: Mode) -> np.ndarray:
+    """The oracle's bits in the dtype of the mode's words."""
+    if mode.word is StoredWord.FLOAT16:
+        return bits.astype(np.uint16).view(np.float16)
+    return bits.view(np.float32)
 
 
 def sign_rows(rotation: Rotation | None, head_dim: int) -> list[np.ndarray]:
@@ -136,12 +144,19 @@ def _encode(rows: np.ndarray, mode: Mode, dtype: str) -> tuple[np.ndarray, np.nd
     else:
         family = "smax" if mode.normalization is Normalization.SIGNED_MAX else "lloyd"
         unit = str(mode.scale_fit) == "unit"
-        parts = oracle.Mode(family, mode.bits, str(mode.scale_fit))
+        parts = oracle.Mode(
+            family,
+            mode.bits,
+            str(mode.scale_fit),
+            mode.gains,
+            mode.word is StoredWord.FLOAT16,
+        )
         if family == "smax" and unit:
             encoded = _encode_signed_max_unit(y, size, mode)
         else:
             encoded = oracle._encode_codebook(y, size, parts, _book(mode))
-    return oracle._finish(rows, encoded, mode.bits)
+    nan_word = oracle.NAN_WORD_16 if mode.word is StoredWord.FLOAT16 else oracle.NAN_WORD
+    return oracle._finish(rows, encoded, mode.bits, nan_word)
 
 
 def _encode_narrow(y: np.ndarray, mode: Mode, size: int, largest: np.float32) -> oracle.Encoded:
@@ -203,6 +218,9 @@ def _decode(codes: np.ndarray, words: np.ndarray, mode: Mode, head_dim: int) -> 
         rotated = (unpacked - zero_point[:, None]) * scale[:, None] / np.float32(size)
     else:
         name = "int2_per_token_head"
+        if mode.word is StoredWord.FLOAT16:
+            # Widened, a word that is not finite stays so.
+            words = oracle._widened(words).view(np.uint32)
         rotated = words.view(np.float32)[:, None] * _book(mode).levels[unpacked.astype(np.int64)]
     values = oracle.hadamard(rotated, signs, inverse=True) + oracle.ZERO
     nan = oracle.word_is_nan_row(name, words)

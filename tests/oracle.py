@@ -27,6 +27,7 @@ import numpy as np
 DEFAULT_SEED = 0x9E3779B9
 ROUND_STRIDE = 0x517CC1B7
 NAN_WORD = np.uint32(0x7FC00000)
+NAN_WORD_16 = np.uint32(0x7E00)
 SMALLEST_BLOCK = 16
 ROWS_AT_ONCE = 8192
 
@@ -51,6 +52,13 @@ _GAUSSIAN_HALVES: dict[int, tuple[str, str]] = {
 }
 
 
+#: The gains of a search, in order, in 32nds; the page leaves the lists to the code.
+_GAINS: dict[str, tuple[int, ...]] = {
+    "lloyd": (25, 28, 30, 32, 34, 36, 39),
+    "smax": (28, 30, 31, 32, 33, 35, 39),
+}
+
+
 class Codebook(NamedTuple):
     """Ascending float32 levels and the float32 thresholds between them."""
 
@@ -64,6 +72,8 @@ class Mode(NamedTuple):
     family: str  # int8, fp8, int4, affine4, lloyd or smax
     bits: int
     fit: str  # of the codebook families; empty elsewhere
+    gains: tuple[float, ...] = ()  # tried when a row is written
+    word16: bool = False  # the word is a float16
 
 
 # ------------------------------------------------------------------------------------------- modes
@@ -81,13 +91,14 @@ def parse_mode(name: str) -> Mode:
     if name in plain:
         return plain[name]
     found = re.fullmatch(
-        r"lloyd([1-4])(?:_(unit|least_squares|norm_match|unbiased))?_per_token_head", name
+        r"(lloyd[1-4]|smax[2-4])(_search)?(?:_(unit|least_squares|norm_match|unbiased))?(_w16)?"
+        r"_per_token_head",
+        name,
     )
     if found:
-        return Mode("lloyd", int(found[1]), found[2] or "least_squares")
-    found = re.fullmatch(r"smax([2-4])_per_token_head", name)
-    if found:
-        return Mode("smax", int(found[1]), "least_squares")
+        family, bits = found[1][:-1], int(found[1][-1])
+        gains = tuple(n / 32 for n in _GAINS[family]) if found[2] else ()
+        return Mode(family, bits, found[3] or "least_squares", gains, bool(found[4]))
     raise ValueError(f"no such mode: {name!r}")
 
 
@@ -389,6 +400,29 @@ def _encode_affine4(y: np.ndarray, size: int) -> Encoded:
     return Encoded(codes.astype(np.uint8), words, _not_finite(y) | ~finite)
 
 
+def _codes_of(z: np.ndarray, codebook: Codebook) -> np.ndarray:
+    codes = np.zeros(z.shape, dtype=np.uint8)
+    for threshold in codebook.thresholds:
+        codes += z >= threshold
+    return codes
+
+
+def _searched_codes(
+    y: np.ndarray, z: np.ndarray, gains: Sequence[float], codebook: Codebook
+) -> tuple[np.ndarray, np.ndarray]:
+    """The codes of the gain with the first largest merit, and the rows where none has one."""
+    every = [_codes_of(z * np.float32(gain), codebook) for gain in gains]
+    merits = []
+    for codes in every:
+        chosen = codebook.levels[codes]
+        yc, cc = tree_sum(y * chosen), tree_sum(chosen * chosen)
+        merits.append(np.where(cc == ZERO, np.float32(-1.0), (yc * yc) / cc))
+    stacked = np.stack(merits)
+    ranked = np.where(np.isnan(stacked), np.float32(-1.0), stacked)
+    best = ranked.argmax(axis=0)  # the first among equals
+    return np.stack(every)[best, np.arange(len(y))], ranked.max(axis=0) < ZERO
+
+
 def _encode_codebook(y: np.ndarray, size: int, mode: Mode, codebook: Codebook) -> Encoded:
     """``size`` is ``N``."""
     head_dim = y.shape[1]
@@ -399,9 +433,10 @@ def _encode_codebook(y: np.ndarray, size: int, mode: Mode, codebook: Codebook) -
         z = y * (ONE / largest)
     else:
         z = y * _column(np.float32(math.sqrt(head_dim)) / norm)
-    codes = np.zeros(y.shape, dtype=np.uint8)
-    for threshold in codebook.thresholds:
-        codes += z >= threshold
+    if mode.gains:
+        codes, no_merit = _searched_codes(y, z, mode.gains, codebook)
+    else:
+        codes, no_merit = _codes_of(z, codebook), np.zeros(len(y), dtype=bool)
 
     one_over_size = np.float32(1.0 / size)
     if mode.fit == "unit":
@@ -418,10 +453,15 @@ def _encode_codebook(y: np.ndarray, size: int, mode: Mode, codebook: Codebook) -
         word = (numerator / denominator) * one_over_size
 
     nan_rows = _not_finite(y) | ~np.isfinite(square_sum)
-    zero_rows = ~nan_rows & ((square_sum < SMALLEST_SQUARE_SUM) | (denominator == ZERO))
+    zero_rows = (square_sum < SMALLEST_SQUARE_SUM) | (denominator == ZERO) | no_merit
+    if mode.word16:
+        word = word.astype(np.float16)
+        zero_rows |= word == np.float16(0.0)
+    zero_rows &= ~nan_rows
     codes[zero_rows] = 0
-    word = np.where(zero_rows, ZERO, word)
-    return Encoded(codes, _bits_of(word), nan_rows | ~np.isfinite(word))
+    word = np.where(zero_rows, word.dtype.type(0.0), word)
+    bits = word.view(np.uint16).astype(np.uint32) if mode.word16 else _bits_of(word)
+    return Encoded(codes, bits, nan_rows | ~np.isfinite(word))
 
 
 def _check_rows(x: np.ndarray) -> None:
@@ -447,11 +487,13 @@ def _chunks(rows: int) -> Iterator[slice]:
         yield slice(start, start + ROWS_AT_ONCE)
 
 
-def _finish(x: np.ndarray, encoded: Encoded, bits: int) -> tuple[np.ndarray, np.ndarray]:
+def _finish(
+    x: np.ndarray, encoded: Encoded, bits: int, nan_word: np.uint32 = NAN_WORD
+) -> tuple[np.ndarray, np.ndarray]:
     """Apply the rule of NaN rows, then pack."""
     nan_rows = encoded.nan_rows | _not_finite(x)
     codes = np.where(_column(nan_rows), np.uint8(0), encoded.codes)
-    words = np.where(nan_rows, NAN_WORD, encoded.words)
+    words = np.where(nan_rows, nan_word, encoded.words)
     return pack(codes, bits), words
 
 
@@ -463,6 +505,8 @@ def encode(
     signs: Sequence[np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Encode float32 rows ``[R, D]``: packed codes uint8 ``[R, B]``, word bits uint32 ``[R]``.
+
+    The 16 bits of a ``_w16`` mode's words are the low ones of theirs.
 
     ``codebook`` is ``(levels, thresholds)``, float32: needed by the ``smax`` modes, in place of
     the N(0,1) one in the ``lloyd`` modes.  ``signs`` has one row per round of rotation; left out,
@@ -492,7 +536,8 @@ def encode(
             else:
                 assert book is not None
                 encoded = _encode_codebook(hadamard(chunk, signs), size, mode, book)
-            parts.append(_finish(chunk, encoded, mode.bits))
+            nan_word = NAN_WORD_16 if mode.word16 else NAN_WORD
+            parts.append(_finish(chunk, encoded, mode.bits, nan_word))
     packed, words = zip(*parts, strict=True)
     return np.concatenate(packed), np.concatenate(words)
 
@@ -536,10 +581,19 @@ def first_implementation_int4(
 
 def word_is_nan_row(name: str, words: np.ndarray) -> np.ndarray:
     """Rows whose word is not finite; in ``affine4`` a word is two float16."""
-    if parse_mode(name).family == "affine4":
+    mode = parse_mode(name)
+    if mode.family == "affine4":
         minimum, step = _affine4_halves(words)
         return ~(np.isfinite(minimum) & np.isfinite(step))
+    if mode.word16:
+        return ~np.isfinite(_widened(words))
     return ~np.isfinite(_float_of(words))
+
+
+def _widened(words: np.ndarray) -> np.ndarray:
+    """The float16 in the low half of words, float32: exact."""
+    halves = np.ascontiguousarray(words, dtype=np.uint32).astype(np.uint16)
+    return halves.view(np.float16).astype(np.float32)
 
 
 def _affine4_halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -587,7 +641,8 @@ def decode(
                     rotated = _column(minimum) + codes.astype(np.float32) * _column(step)
                 else:
                     assert book is not None
-                    rotated = _column(_float_of(word)) * book.levels[codes]
+                    scale = _widened(word) if mode.word16 else _float_of(word)
+                    rotated = _column(scale) * book.levels[codes]
                 values = hadamard(rotated, signs, inverse=True) + ZERO
             nan_value = _float_of(np.array([NAN_WORD]))[0]
             parts.append(np.where(_column(word_is_nan_row(name, word)), nan_value, values))

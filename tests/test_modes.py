@@ -36,16 +36,25 @@ BY_HAND = {
     "affine4": (4, 16, 64, "4.25", "2"),
 }
 FITS = ("", "_unit", "_norm_match", "_unbiased")
+# What a 16-bit word takes off the bits per value at head size 128.
+HALF_A_WORD = Fraction(16, 128)
+SEARCHED = {f"{family}{bits}_search" for family in ("lloyd", "smax") for bits in (2, 3, 4)}
+NARROW = {
+    *(f"lloyd{bits}_{fit}_w16" for bits in (2, 3) for fit in ("norm_match", "unbiased")),
+    *(f"smax{bits}_search{fit}_w16" for bits in (2, 3) for fit in ("", *FITS[2:])),
+    "lloyd4_w16",
+    "smax4_search_w16",
+}
 
 ROWS = [pytest.param(mode, id=name) for name, mode in kvq.MODES.items()]
 INT8, INT4, LLOYD2 = (kvq.mode(name) for name in ("int8", "int4", "lloyd2"))
 
 
 def by_hand(mode: kvq.Mode) -> tuple[int, int, int, str, str]:
-    name = short_name(mode.name)
-    for fit in FITS[1:]:
-        if name.startswith("lloyd"):
-            name = name.removesuffix(fit)
+    name = short_name(mode.name).removesuffix("_w16")
+    for ending in (*FITS[1:], "_search"):
+        if name.startswith(("lloyd", "smax")):
+            name = name.removesuffix(ending)
     return BY_HAND[name]
 
 
@@ -58,7 +67,13 @@ def codebook(num_levels: int, name: str = "mine") -> Codebook:
 def test_the_table_has_the_seed_and_every_fit() -> None:
     expected = {name for name in BY_HAND if not name.startswith("lloyd")}
     expected |= {f"lloyd{bits}{fit}" for bits in (1, 2, 3, 4) for fit in FITS}
-    assert {short_name(name) for name in kvq.MODES} >= expected
+    names = {short_name(name) for name in kvq.MODES}
+    assert names >= expected | SEARCHED | NARROW
+    for mode in kvq.MODES.values():
+        name = short_name(mode.name)
+        assert (name in NARROW) == (mode.word is StoredWord.FLOAT16)
+        assert ("_search" in name) == bool(mode.gains)
+        assert not mode.gains or 1.0 in mode.gains
 
 
 @pytest.mark.parametrize("mode", ROWS)
@@ -67,8 +82,9 @@ def test_derived_numbers(mode: kvq.Mode) -> None:
     assert mode.bits == bits
     assert mode.levels == levels
     assert mode.bytes_per_row(128) == row_bytes
-    assert mode.bytes_per_token_head(128) == row_bytes + 4
-    assert mode.bits_per_value(128) == Fraction(bits_per_value)
+    narrow = short_name(mode.name) in NARROW
+    assert mode.bytes_per_token_head(128) == row_bytes + (2 if narrow else 4)
+    assert mode.bits_per_value(128) == Fraction(bits_per_value) - (HALF_A_WORD if narrow else 0)
     assert mode.codes_per_byte == Fraction(codes_per_byte)
     assert isinstance(mode.codes_per_byte, Fraction)
     assert mode.head_dim(row_bytes) == 128
@@ -127,6 +143,13 @@ def test_largest_codes() -> None:
         (LLOYD2, {"scale_fit": None}, "scale_fit must be given for the grid codebook"),
         (INT4, {"rounding": None}, "rounding must be given for every grid but codebook"),
         (LLOYD2, {"rounding": kvq.Rounding.HALF_EVEN}, "rounding must be given for every grid"),
+        (INT8, {"word": StoredWord.FLOAT16}, "word must be float32 for absmax"),
+        (LLOYD2, {"word": StoredWord.FLOAT16_PAIR}, "word must be float32 or float16 for rms"),
+        (LLOYD2, {"gains": (1.0, 0.9)}, "gains must hold positive float32 numbers, got 0.9"),
+        (LLOYD2, {"gains": (0.0,)}, "gains must hold positive float32 numbers, got 0.0"),
+        (LLOYD2, {"gains": (float("inf"),)}, "gains must hold positive float32 numbers, got inf"),
+        (INT8, {"gains": (1.0,)}, "gains must be empty unless the word is fitted to the codes"),
+        (kvq.mode("int2"), {"gains": (1.0,)}, "gains must be empty unless the word is fitted"),
         (LLOYD2, {"codebook": codebook(5)}, "codebook must have at most 4 levels for 2 bits"),
     ],
     ids=lambda value: value.name if isinstance(value, kvq.Mode) else None,

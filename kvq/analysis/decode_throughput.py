@@ -22,7 +22,7 @@ from kvq.analysis.attention_budget import Budget, attention_budget
 from kvq.kernels.read_pass import read_pass
 from kvq.modes import Grid, Mode, Normalization
 from kvq.scale_word import StoredWord
-from kvq.tier import Layout, PagedKV
+from kvq.tier import Layout, PagedKV, word_dtype
 
 QUERY_HEADS = 32
 KV_HEADS = 8
@@ -135,7 +135,7 @@ def random_cache(
     elif mode.word is StoredWord.FLOAT16_PAIR:
         halves = torch.stack((words, -7.5 * words), dim=-1).half()
         words = halves.view(torch.float32)[..., 0]
-    return PagedKV(codes, words.contiguous(), mode, layout)
+    return PagedKV(codes, words.to(word_dtype(mode)).contiguous(), mode, layout)
 
 
 class _Case(NamedTuple):
@@ -228,7 +228,7 @@ def _spread(cache: PagedKV, generator: torch.Generator) -> PagedKV:
         if cache.mode.word is StoredWord.FLOAT32_ZERO_POINT:
             zero_points = cache.words.view(torch.int32) & 15
             words = ((words.view(torch.int32) & -16) | zero_points).view(torch.float32)
-    return cache._replace(words=words.contiguous())
+    return cache._replace(words=words.to(cache.words.dtype).contiguous())
 
 
 def _over(output: Tensor, budget: Budget) -> float:

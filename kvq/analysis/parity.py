@@ -125,7 +125,7 @@ def compare(
         actual_values: `[R, D]` float32, dequantized rows to compare as well.
         expected_values: The same shape.
     """
-    changed = (actual.words.view(torch.int32) ^ expected.words.view(torch.int32))[:, None]
+    changed = _changed_bits(actual.words, expected.words)[:, None]
     if actual_values is not None and expected_values is not None:
         values = actual_values.view(torch.int32) ^ expected_values.view(torch.int32)
         changed = torch.cat((changed, values), dim=1)
@@ -136,6 +136,14 @@ def compare(
     changed = changed[rows]
     split = (int(((changed & mask) != 0).sum()) for mask in (-(2**31), 0x7F800000, 0x007FFFFF))
     return Mismatches(len(rows), int(rows[0]), int(rows[-1]), *split)
+
+
+def _changed_bits(actual: Tensor, expected: Tensor) -> Tensor:
+    """The bits that differ between words, int32; those of a float16 where a float32 has them."""
+    if actual.dtype is torch.float32:
+        return actual.view(torch.int32) ^ expected.view(torch.int32)
+    bits = (actual.view(torch.int16) ^ expected.view(torch.int16)).to(torch.int32)
+    return (bits & -0x400) << 16 | (bits & 0x3FF) << 13
 
 
 def compare_volume(

@@ -9,7 +9,6 @@ import typer
 
 from kvq.commands.output import Json, print_json, print_table, say
 from kvq.modes import MODES, SUFFIX, Mode, short_name
-from kvq.scale_word import WORD_BYTES
 
 EXAMPLES: Final = ("kvq modes", "kvq modes --head-dim 64 --json", "kvq modes --into README.md")
 
@@ -101,7 +100,7 @@ def _costs(mode: Mode, head_dim: int) -> tuple[str, ...]:
     bits = row = ratio = ""
     if _suits(mode, head_dim):
         bits = f"{float(mode.bits_per_value(head_dim)):g}"
-        row = f"{mode.bytes_per_row(head_dim)} + {WORD_BYTES}"
+        row = f"{mode.bytes_per_row(head_dim)} + {mode.word.num_bytes}"
         ratio = f"{float(_BF16_BITS / mode.bits_per_value(head_dim)):.2f}x"
     return bits, row, str(mode.codes_per_byte), str(mode.levels), ratio
 
@@ -112,11 +111,12 @@ def _parts(mode: Mode) -> tuple[str, ...]:
     if mode.rotation is not None:
         rotation = "random Hadamard" if mode.rotation.random_signs else "Hadamard"
         rotation += " twice" if mode.rotation.rounds == 2 else ""
+    search = f", {len(mode.gains)} gains" if mode.gains else ""
     return (
         rotation,
         str(mode.normalization),
         f"{mode.grid}, {mode.rounding}" if mode.codebook is None else str(mode.codebook),
-        "" if mode.scale_fit is None else str(mode.scale_fit),
+        "" if mode.scale_fit is None else str(mode.scale_fit) + search,
         str(mode.word),
     )
 

@@ -468,7 +468,7 @@ def attend_kernel(
     if not ROWS:
         weight = tl.sum(total, 0)
         shift = tl.sum(shifts, 0)
-    if pick(VALUE, "word") == "float32":
+    if not pick(VALUE, "own_shift"):
         shift = shift * (0.0 - pick(VALUE, "unit") * pick(VALUE, "offset"))
     if (tl.max(bad, 0) > 0) | (length > seq_len):
         weight = weight + float("nan")

@@ -341,7 +341,7 @@ def attend_tile(
         if SHIFTS:
             # The weights that the levels get: an error of theirs is then no shift of the row.
             moved = weights.to(total.dtype)
-            if pick(pick(SPEC, "value"), "word") != "float32":
+            if pick(pick(SPEC, "value"), "own_shift"):
                 moved = moved * by_key(moves[i], SPEC)
                 if MASKED:
                     moved = tl.where(seen[i], moved, 0.0)

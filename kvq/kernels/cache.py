@@ -105,7 +105,7 @@ def _write_side(
         store_codes(codes_ptr + tl.multiple_of(target, ALIGN), first, second, live, SPEC, UNIT)
         tl.store(
             words_ptr + block * words_block + head * words_head + offset * words_slot,
-            word,
+            word.to(words_ptr.dtype.element_ty),
             mask=live,
         )
 
@@ -294,7 +294,7 @@ def reshape_and_cache(
     _reshape_and_cache_kernel[(triton.cdiv(num_tokens, tokens), num_heads, 2)](
         *(side.rows for side in sides),
         *(side.codes.view(launch.UNIT_DTYPES[side.unit]) for side in sides),
-        *(side.words.view(torch.int32) for side in sides),
+        *(launch.word_bits(side.words) for side in sides),
         *(codebook_table(side.mode, key.device) for side in sides),
         slot_mapping,
         claims,
@@ -391,7 +391,7 @@ def copy_blocks(cache: PagedKV, pairs: Tensor, *, check: bool | None = None) -> 
     inside = (sources >= 0) & (sources < len(words)) & (targets >= 0) & (targets < len(words))
     targets = targets.where(inside, -1)
     claims = _claims(targets, len(words))
-    for side in (codes, words.view(torch.int32)[..., None]):
+    for side in (codes, launch.word_bits(words)[..., None]):
         # All sources are read before any target is written.
         block = side[sources.where(inside, 0)].contiguous()
         _, heads, block_size, length = side.shape

@@ -33,6 +33,8 @@ MAX_REGISTERS: Final = 168
 FITTED: Final[Mapping[int, tuple[int, int]]] = MappingProxyType(
     {1: (8, 200), 2: (8, 255), 3: (16, 232), 4: (16, 168) if TRITON < (3, 7) else (32, 192)}
 )
+#: The same where gains are searched, which keeps the row until the last one.
+SEARCHED: Final = (16, 232)
 #: Warps of one program of the row kernels.
 ROW_WARPS: Final = 2
 #: Rows of one program in the interpreter, which pays for each program and not for each row.
@@ -72,6 +74,11 @@ def row_tile(mode: Mode | None, head_dim: int, num_rows: int) -> RowTile:
 
 #: The integer type of a store of so many bytes.
 UNIT_DTYPES: Final = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def word_bits(words: Tensor) -> Tensor:
+    """Stored words as the integers that kernels load and store: int32, or int16 of float16."""
+    return words.view(UNIT_DTYPES[words.itemsize])
 
 
 def store_unit(mode: Mode, head_dim: int, codes: Tensor) -> int:
@@ -155,12 +162,16 @@ def part_of(mode: Mode, padded: int, guesses: bool) -> int:
     """
     if mode.rotation is None:
         return padded
+    if mode.gains:
+        return SEARCHED[0]
     part = 16 if guesses or is_fitted(mode) else 32
     return FITTED[mode.bits][0] if is_fitted(mode) and mode.bits in FITTED else part
 
 
 def registers_of(mode: Mode) -> int:
     """The most registers of a thread."""
+    if mode.gains:
+        return SEARCHED[1]
     return FITTED[mode.bits][1] if is_fitted(mode) and mode.bits in FITTED else MAX_REGISTERS
 
 

@@ -75,9 +75,14 @@ class SideSpec:
         return 1 << (self.count - 1).bit_length()
 
     @property
+    def own_shift(self) -> bool:
+        """Whether the stored word has a second number: a part of the row that no code changes."""
+        return self.word in (str(StoredWord.FLOAT32_ZERO_POINT), str(StoredWord.FLOAT16_PAIR))
+
+    @property
     def shifts(self) -> bool:
         """Whether a row's values have a part that does not depend on their codes."""
-        return self.word != str(StoredWord.FLOAT32) or self.offset != 0.0
+        return self.own_shift or self.offset != 0.0
 
     @property
     def level_bits(self) -> list[int]:
@@ -514,6 +519,6 @@ def decode_words(words, SPEC: tl.constexpr):
         shift = ((bits >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         scale = scale + shift * 0.0
     else:
-        scale = words
-        shift = words * 0.0
+        scale = words.to(tl.float32)
+        shift = scale * 0.0
     return scale + scale * 0.0, shift

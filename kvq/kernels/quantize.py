@@ -21,21 +21,24 @@ from torch import Tensor
 from kvq.checks import check_dtype, check_input, check_same_device, check_tensor
 from kvq.codebooks import to_float32
 from kvq.kernels import launch
+from kvq.kernels.codebook import (
+    choose_each,
+    codebook_codes,
+    codebook_scale,
+    count_gains,
+    fitted_scale,
+    gain_at,
+    made_here,
+    renewed,
+    table_size,
+)
 from kvq.kernels.hadamard import rotate, sign_words, unrotate
-from kvq.kernels.packing import join_words, load_code, pack_words
+from kvq.kernels.packing import join_words, load_code, pack_words, words_of
 from kvq.kernels.rounding import (
     GUESS_BIAS,
-    choose,
     decode_e4m3,
     encode_e4m3,
-    from_digits,
-    lane_entry,
-    lane_lookup,
-    padded_levels,
     round_code,
-    search_digits,
-    search_guess,
-    search_table,
 )
 from kvq.kernels.rows import (
     bits_of,
@@ -43,7 +46,6 @@ from kvq.kernels.rows import (
     fold_max,
     fold_min,
     fold_parts,
-    fold_signed_max,
     from_bits,
     load_rows,
     not_finite,
@@ -59,6 +61,7 @@ from kvq.kernels.scaling import (
     encode_float16_pair,
     encode_zero_point,
     floored_scale,
+    half_bits,
     reciprocal,
     round_to_bfloat16,
     round_to_float16,
@@ -66,12 +69,14 @@ from kvq.kernels.scaling import (
 )
 from kvq.modes import Mode, Rotation
 from kvq.rounding import Rounding
-from kvq.tier import QuantizedKV
+from kvq.tier import QuantizedKV, word_dtype
 
 #: Codebooks of at most this many levels are compiled into the kernel; larger ones are tables.
 MOST_CONSTANT_LEVELS = 16
-#: From this many levels on, a guess and a look-up in the warp's registers beat constants.
+#: From this many levels on, a guess and a look-up in the warp's registers beat constants; in a
+#: search, which keeps the row, a guess takes fewer registers from four levels on.
 FEWEST_GUESSED_LEVELS = 5
+FEWEST_SEARCHED_LEVELS = 4
 #: How far a guessed index may be from its threshold's own; half an index is the limit.
 GUESS_ERROR = 0.4
 
@@ -90,6 +95,8 @@ class RowSpec:
     rounding: str
     word: str
     scale_fit: str
+    #: Empty without a search.
+    gains: tuple[float, ...]
     max_code: int
     rounds: int
     block: int
@@ -108,9 +115,13 @@ class RowSpec:
     num_levels: int
     #: See `guess_index`; empty when constants or a table are searched.
     guess: tuple[float, ...]
+    #: Inline PTX.
+    ptx: bool
 
 
-def guess_index(thresholds: tuple[float, ...]) -> tuple[float, ...]:
+def guess_index(
+    thresholds: tuple[float, ...], fewest: int = FEWEST_GUESSED_LEVELS
+) -> tuple[float, ...]:
     """How to guess the index of the nearest threshold, for `search_guess`.
 
     Returns:
@@ -118,10 +129,10 @@ def guess_index(thresholds: tuple[float, ...]) -> tuple[float, ...]:
         threshold and 1 at the highest, and `w * (c1 + w * (c2 + w * c3))` rises between them and
         comes within `GUESS_ERROR` of `i` at threshold `i`. So a number whose guess rounds to `i`
         is above threshold `i - 1` and below threshold `i + 1`, with room for rounding. Empty if no
-        cubic does, or if the thresholds do not fit a warp.
+        cubic does, with fewer than `fewest` levels, or if the thresholds do not fit a warp.
     """
     count = len(thresholds)
-    if not FEWEST_GUESSED_LEVELS <= count + 1 <= launch.WARP:
+    if not fewest <= count + 1 <= launch.WARP:
         return ()
     scale = 1.0 / (thresholds[-1] - thresholds[0])
     places = (np.array(thresholds) - thresholds[0]) * scale
@@ -142,7 +153,8 @@ def row_spec(mode: Mode, head_dim: int, padded: int, dtype: torch.dtype) -> RowS
     levels = () if mode.codebook is None else mode.codebook.levels
     thresholds = () if mode.codebook is None else mode.codebook.thresholds
     inline = len(levels) <= MOST_CONSTANT_LEVELS
-    guess = guess_index(thresholds) if launch.has_shuffle() else ()
+    fewest = FEWEST_SEARCHED_LEVELS if mode.gains else FEWEST_GUESSED_LEVELS
+    guess = guess_index(thresholds, fewest) if launch.has_shuffle() else ()
     rounds_input = rotation is not None and rotation.round_to_input and dtype != torch.float32
     return RowSpec(
         head_dim=head_dim,
@@ -154,6 +166,7 @@ def row_spec(mode: Mode, head_dim: int, padded: int, dtype: torch.dtype) -> RowS
         rounding=str(mode.rounding),
         word=str(mode.word),
         scale_fit=str(mode.scale_fit),
+        gains=mode.gains,
         max_code=mode.max_code,
         rounds=0 if rotation is None else rotation.rounds,
         block=Rotation.block_size(head_dim),
@@ -168,6 +181,7 @@ def row_spec(mode: Mode, head_dim: int, padded: int, dtype: torch.dtype) -> RowS
         thresholds=thresholds if inline else (),
         num_levels=len(levels),
         guess=guess,
+        ptx=launch.has_shuffle(),
     )
 
 
@@ -180,12 +194,6 @@ def codebook_table(mode: Mode, device: torch.device) -> Tensor:
     levels, thresholds = mode.codebook.levels, mode.codebook.thresholds
     rows = [row + row[-1:] * (size - len(row)) for row in (levels, thresholds)]
     return torch.tensor(rows, dtype=torch.float32, device=device)
-
-
-@triton.constexpr_function
-def table_size(bits):
-    """Entries of a table of levels or thresholds: one for each code, and for each lane."""
-    return max(launch.WARP, 1 << bits)
 
 
 @triton.jit
@@ -264,63 +272,97 @@ def _range_codes(y, multiplier, offset, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _codebook_scale(y, squares, SPEC: tl.constexpr, R: tl.constexpr):
-    """Multiplier and `unit` word of rows that meet a codebook."""
-    if pick(SPEC, "normalization") == "rms":
-        norm = tl.math.sqrt_rn(squares)
-        multiplier = divide(constant(norm, pick(SPEC, "root")), norm)
-        unit = divide(norm, constant(norm, pick(SPEC, "root_gain")))
-    else:
-        signed_max = fold_signed_max(y, pick(SPEC, "padded"), R)
-        multiplier = reciprocal(signed_max)
-        unit = signed_max * pick(SPEC, "fold")
-    return multiplier, unit
+def _encode_parts(
+    parts,
+    multiplier,
+    offset,
+    gain,
+    table_ptr,
+    SPEC: tl.constexpr,
+    R: tl.constexpr,
+    CAST: tl.constexpr,
+):
+    """Words of packed codes of each part, and the sums over the row that choose a scale.
 
-
-@triton.jit
-def _codebook_codes(y, multiplier, table_ptr, SPEC: tl.constexpr):
-    """Codes of a part, and their levels if the scale is fitted to them (else the codes again).
-
-    Guessed codes come with a bias above their low five bits, which packing takes off.
+    Of three bits there are two words, of every other packing one, the second tuple empty. Sums are
+    of `y * c` and `c * c`, with `c` the levels of the codes; what is not needed is `multiplier`.
     """
+    PART: tl.constexpr = pick(SPEC, "part")
+    N: tl.constexpr = pick(SPEC, "padded") // PART
     BITS: tl.constexpr = pick(SPEC, "bits")
-    FITTED: tl.constexpr = pick(SPEC, "scale_fit") != "unit"
-    z = y * multiplier[None, :]
-    if len(pick(SPEC, "guess")) > 0:
-        thresholds = lane_entry(table_ptr + table_size(BITS))
-        codes = search_guess(z, thresholds, pick(SPEC, "guess"))
-        levels = lane_lookup(lane_entry(table_ptr), codes) if FITTED else codes
-    elif len(pick(SPEC, "levels")) > 0:
-        digits = search_digits(z, pick(SPEC, "thresholds"), BITS)
-        codes = from_digits(digits, BITS)
-        levels = choose(digits, padded_levels(pick(SPEC, "levels"), BITS), 0) if FITTED else codes
-    else:
-        count: tl.constexpr = pick(SPEC, "num_levels") - 1
-        codes = search_table(z, table_ptr + table_size(BITS), count, BITS)
-        levels = tl.load(table_ptr + codes) if FITTED else codes
-    return codes, levels
+    BIAS: tl.constexpr = GUESS_BIAS if len(pick(SPEC, "guess")) > 0 else 0
+    GRID: tl.constexpr = pick(SPEC, "grid")
+    FIT: tl.constexpr = pick(SPEC, "scale_fit")
+    SEARCHES: tl.constexpr = count_gains(SPEC) > 0
+    first = ()
+    second = ()
+    yc = ()
+    cc = ()
+    for i in tl.static_range(N):
+        y = parts[i]
+        if GRID == "codebook":
+            codes, levels = codebook_codes(y, multiplier, gain, table_ptr, SPEC, i)
+            if SEARCHES:
+                yc = yc + (made_here(fold_add(y * levels, PART, R), SPEC),)
+                cc = cc + (made_here(fold_add(levels * levels, PART, R), SPEC),)
+            elif FIT != "unit":
+                if FIT != "norm_match":
+                    yc = yc + (fold_add(y * levels, PART, R),)
+                if FIT != "unbiased":
+                    cc = cc + (fold_add(levels * levels, PART, R),)
+        elif GRID == "unsigned":
+            codes = _range_codes(y, multiplier, offset, SPEC)
+        else:
+            codes = _absmax_codes(y, multiplier, SPEC, CAST)
+        if BITS == 3:
+            low = pack_words(codes & 3, 2, 0, PART, i, R)
+            high = pack_words((codes >> 2) & 1, 1, 0, PART, i, R)
+            second = second + (made_here(high, SPEC) if SEARCHES else high,)
+        else:
+            low = pack_words(codes, BITS, BIAS, PART, i, R)
+        first = first + (made_here(low, SPEC) if SEARCHES else low,)
+    yc_sum = fold_parts(yc, N) if len(yc) > 0 else multiplier
+    cc_sum = fold_parts(cc, N) if len(cc) > 0 else multiplier
+    return first, second, yc_sum, cc_sum
 
 
 @triton.jit
-def _fitted_scale(squares, unit, yc, cc, SPEC: tl.constexpr):
-    """The scale, and whether the fit has no denominator; `yc` and `cc` are sums over the row."""
-    FIT: tl.constexpr = pick(SPEC, "scale_fit")
-    if FIT == "unit":
-        scale = unit
-        empty = squares < 0.0
-    else:
-        if FIT == "least_squares":
-            numerator = yc
-            denominator = cc
-        elif FIT == "norm_match":
-            numerator = tl.math.sqrt_rn(squares)
-            denominator = tl.math.sqrt_rn(cc)
+def _search_gains(
+    parts, multiplier, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.constexpr
+):
+    """`_encode_parts` at the gain of largest merit, the first among equals.
+
+    Where no gain has merit the sums stay zero, and no fit has a denominator. The loop is not
+    unrolled: the instructions of all gains would not stay in their cache.
+    """
+    PART: tl.constexpr = pick(SPEC, "part")
+    N: tl.constexpr = pick(SPEC, "padded") // PART
+    BITS: tl.constexpr = pick(SPEC, "bits")
+    best = tl.full([R], -1.0, tl.float32)
+    yc = tl.zeros([R], tl.float32)
+    cc = tl.zeros([R], tl.float32)
+    first = ()
+    second = ()
+    for _i in tl.static_range(N):
+        if BITS == 3:
+            first = first + (tl.zeros([words_of(PART, 2), R], tl.int32),)
+            second = second + (tl.zeros([words_of(PART, 1), R], tl.int32),)
         else:
-            numerator = squares
-            denominator = yc
-        scale = divide(numerator, denominator) * pick(SPEC, "fold")
-        empty = denominator == 0.0
-    return scale, empty
+            first = first + (tl.zeros([words_of(PART, BITS), R], tl.int32),)
+    for i in tl.range(0, count_gains(SPEC), num_stages=1, loop_unroll_factor=1):
+        factor = renewed(multiplier, SPEC)
+        new_first, new_second, new_yc, new_cc = _encode_parts(
+            parts, factor, factor, gain_at(i, SPEC), table_ptr, SPEC, R, CAST
+        )
+        merit = divide(new_yc * new_yc, new_cc)
+        better = (merit > best) & (new_cc != 0.0)
+        best = tl.where(better, merit, best)
+        yc = tl.where(better, new_yc, yc)
+        cc = tl.where(better, new_cc, cc)
+        first = choose_each(better, new_first, first)
+        if BITS == 3:
+            second = choose_each(better, new_second, second)
+    return first, second, yc, cc
 
 
 @triton.jit
@@ -335,9 +377,8 @@ def encode_rows(x, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.cons
     PART: tl.constexpr = pick(SPEC, "part")
     N: tl.constexpr = C // PART
     BITS: tl.constexpr = pick(SPEC, "bits")
-    BIAS: tl.constexpr = GUESS_BIAS if len(pick(SPEC, "guess")) > 0 else 0
+    SEARCHES: tl.constexpr = count_gains(SPEC) > 0
     GRID: tl.constexpr = pick(SPEC, "grid")
-    FIT: tl.constexpr = pick(SPEC, "scale_fit")
     if pick(SPEC, "rounds") > 0:
         x = rotate(x, SPEC, R)
     if pick(SPEC, "round_to") == "float16":
@@ -346,49 +387,34 @@ def encode_rows(x, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.cons
         x = round_to_bfloat16(x)
     if GRID == "codebook":
         squares = fold_add(x * x, C, R)
-        multiplier, unit = _codebook_scale(x, squares, SPEC, R)
+        multiplier, unit = codebook_scale(x, squares, SPEC, R)
     elif GRID == "unsigned":
         multiplier, offset, word, bad = _range_scale(x, SPEC, R)
     else:
         multiplier, word, bad = _absmax_scale(x, SPEC)
+    if GRID != "unsigned":
+        offset = multiplier
     parts = split_parts(x, PART, C, R)
-    first = ()
-    second = ()
-    yc = ()
-    cc = ()
-    for i in tl.static_range(N):
-        y = parts[i]
-        if GRID == "codebook":
-            codes, levels = _codebook_codes(y, multiplier, table_ptr, SPEC)
-            if FIT != "unit":
-                if pick(SPEC, "head_dim") < PART * (i + 1):
-                    live = PART * i + tl.arange(0, PART)[:, None] < pick(SPEC, "head_dim")
-                    levels = tl.where(live, levels, 0.0)
-                if FIT != "norm_match":
-                    yc = yc + (fold_add(y * levels, PART, R),)
-                if FIT != "unbiased":
-                    cc = cc + (fold_add(levels * levels, PART, R),)
-        elif GRID == "unsigned":
-            codes = _range_codes(y, multiplier, offset, SPEC)
-        else:
-            codes = _absmax_codes(y, multiplier, SPEC, CAST)
-        if BITS == 3:
-            first = first + (pack_words(codes & 3, 2, 0, PART, i, R),)
-            second = second + (pack_words((codes >> 2) & 1, 1, 0, PART, i, R),)
-        else:
-            first = first + (pack_words(codes, BITS, BIAS, PART, i, R),)
+    if SEARCHES:
+        first, second, yc, cc = _search_gains(parts, multiplier, table_ptr, SPEC, R, CAST)
+    else:
+        first, second, yc, cc = _encode_parts(
+            parts, multiplier, offset, 1.0, table_ptr, SPEC, R, CAST
+        )
     if GRID == "codebook":
-        yc_sum = fold_parts(yc, N) if len(yc) > 0 else squares
-        cc_sum = fold_parts(cc, N) if len(cc) > 0 else squares
-        scale, empty = _fitted_scale(squares, unit, yc_sum, cc_sum, SPEC)
+        scale, empty = fitted_scale(squares, unit, yc, cc, SPEC)
+        if pick(SPEC, "word") == "float16":
+            scale = round_to_float16(scale)
+            empty = empty | (scale == 0.0)
         bad = not_finite(squares)
         zero = (((bits_of(squares) & 0x7FFFFFFF) < 0x00800000) | empty) & (bad == 0)
         bad = bad | (not_finite(scale) & (zero == 0))
-        word = tl.where(zero, 0, bits_of(scale))
+        word = half_bits(scale) if pick(SPEC, "word") == "float16" else bits_of(scale)
+        word = tl.where(zero, 0, word)
         cleared = bad | zero
     else:
         cleared = bad
-    word = tl.where(bad, 0x7FC00000, word)
+    word = tl.where(bad, 0x7E00 if pick(SPEC, "word") == "float16" else 0x7FC00000, word)
     kept = (cleared == 0)[:, None]
     if BITS == 3:
         first_words = tl.where(kept, join_words(first, N, PART, 2, R), 0)
@@ -433,7 +459,7 @@ def _quantize_kernel(
     x = load_rows(x_ptr + row * row_stride, live, D, C)
     first, second, word = encode_rows(x, table_ptr, SPEC, R, CAST)
     store_codes(codes_ptr + row * (D * BITS // 8 // UNIT), first, second, live, SPEC, UNIT)
-    tl.store(words_ptr + row, word, mask=live)
+    tl.store(words_ptr + row, word.to(words_ptr.dtype.element_ty), mask=live)
 
 
 def quantize(x: Tensor, mode: Mode) -> QuantizedKV:
@@ -447,7 +473,7 @@ def quantize(x: Tensor, mode: Mode) -> QuantizedKV:
     if flat.stride(1) != 1:
         flat = flat.contiguous()
     codes = torch.empty((len(flat), row_bytes), dtype=torch.uint8, device=x.device)
-    words = torch.empty(len(flat), dtype=torch.float32, device=x.device)
+    words = torch.empty(len(flat), dtype=word_dtype(mode), device=x.device)
     if len(flat):
         tile = launch.row_tile(mode, head_dim, len(flat))
         spec = row_spec(mode, head_dim, tile.padded, x.dtype)
@@ -455,7 +481,7 @@ def quantize(x: Tensor, mode: Mode) -> QuantizedKV:
         _quantize_kernel[(triton.cdiv(len(flat), tile.rows),)](
             flat,
             codes.view(launch.UNIT_DTYPES[unit]),
-            words.view(torch.int32),
+            launch.word_bits(words),
             codebook_table(mode, x.device),
             len(flat),
             flat.stride(0),
@@ -528,7 +554,7 @@ def _dequantize_kernel(
 def dequantize(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) -> Tensor:
     """Triton mirror of `kvq.reference.dequantize`; the same bits."""
     check_dtype("codes", check_tensor("codes", codes), torch.uint8)
-    check_dtype("words", check_tensor("words", words), torch.float32)
+    check_dtype("words", check_tensor("words", words), word_dtype(mode))
     launch.check_device("codes", codes)
     check_same_device("words", words, "codes", codes)
     row_bytes = mode.bytes_per_row(head_dim)
@@ -545,7 +571,7 @@ def dequantize(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) -> Tenso
         tile = launch.row_tile(mode, head_dim, len(flat_words))
         _dequantize_kernel[(triton.cdiv(len(flat_words), tile.rows),)](
             flat_codes,
-            flat_words.view(torch.int32),
+            launch.word_bits(flat_words),
             out,
             codebook_table(mode, codes.device),
             len(flat_words),

@@ -62,7 +62,7 @@ def round_to_bfloat16(x):
 
 
 @triton.jit
-def _half_bits(x):
+def half_bits(x):
     """The 16 bits of a float32 that is a float16 already, as int32."""
     return x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
@@ -70,7 +70,7 @@ def _half_bits(x):
 @triton.jit
 def encode_float16_pair(scale, smallest):
     """The bits of the word of two numbers that are float16 already: `smallest` above."""
-    return (_half_bits(smallest) << 16) | _half_bits(scale)
+    return (half_bits(smallest) << 16) | half_bits(scale)
 
 
 @triton.jit
@@ -80,14 +80,18 @@ def _from_half_bits(bits):
 
 @triton.jit
 def decode_scale(bits, WORD: tl.constexpr):
-    """Scale, offset and NaN mark of the bits of words.
+    """Scale, offset and NaN mark of the bits of words, int32 or int16.
 
     The offset is the zero-point of a word that has one, or the smallest value of a pair.
     """
-    nan = (bits & 0x7F800000) == 0x7F800000
-    if WORD == "float32_zero_point":
+    if WORD == "float16":
+        scale = _from_half_bits(bits)
+        offset = scale * 0.0
+        nan = (bits & 0x7C00) == 0x7C00
+    elif WORD == "float32_zero_point":
         scale = from_bits(bits & -16)
         offset = (bits & 15).to(tl.float32)
+        nan = not_finite(scale)
     elif WORD == "float16_pair":
         scale = _from_half_bits(bits)
         offset = _from_half_bits(bits >> 16)
@@ -95,4 +99,5 @@ def decode_scale(bits, WORD: tl.constexpr):
     else:
         scale = from_bits(bits)
         offset = scale * 0.0
+        nan = not_finite(scale)
     return scale, offset, nan

@@ -17,6 +17,7 @@ from kvq.reference.hadamard import unrotate
 from kvq.reference.packing import unpack_codes
 from kvq.reference.rounding import decode_e4m3
 from kvq.scale_word import StoredWord
+from kvq.tier import word_dtype
 
 
 def dequantize_exact(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) -> Tensor:
@@ -24,7 +25,7 @@ def dequantize_exact(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) ->
 
     Args:
         codes: `[..., B]` uint8.
-        words: `[...]` float32.
+        words: `[...]` float32 or float16, as the mode has them.
         mode: How they were stored.
         head_dim: D.
 
@@ -32,7 +33,7 @@ def dequantize_exact(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) ->
         `[..., D]` float64, in the original domain. A row whose word is not finite is NaN.
 
     Raises:
-        TypeError: `codes` is not uint8 or `words` not float32.
+        TypeError: `codes` is not uint8 or `words` not of the mode's dtype.
         ValueError: D does not suit the mode, or the shapes do not fit together.
 
     Exactness: in the rotated domain the numbers are exact: a float64 holds the product of two
@@ -41,7 +42,7 @@ def dequantize_exact(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) ->
     """
     mode.check_head_dim(head_dim)
     c = unpack_codes(codes, mode.bits, head_dim)
-    check_dtype("words", check_tensor("words", words), torch.float32)
+    check_dtype("words", check_tensor("words", words), word_dtype(mode))
     check_shape("words", words, tuple(codes.shape[:-1]), "one for each row of codes,")
     if mode.word is StoredWord.FLOAT32_ZERO_POINT:
         scale, zero_point = _columns(*scaling.decode_zero_point(words))

@@ -27,7 +27,7 @@ from kvq.reference.rounding import (
     stochastic,
 )
 from kvq.scale_word import NAN_WORD, SMALLEST_NORMAL, StoredWord
-from kvq.tier import QuantizedKV
+from kvq.tier import QuantizedKV, word_dtype
 
 #: Values worked on at once: on the CPU what stays in a core's cache, on a GPU what bounds memory.
 _CHUNK_CPU = 2**18
@@ -38,7 +38,11 @@ def quantize(x: Tensor, mode: Mode) -> QuantizedKV:
     """Quantize each row of `x` to packed codes and one stored word.
 
     A row of zeros reads back as zeros. A row with a NaN or an infinity in it (or one that
-    overflows on the way) becomes a NaN row: codes 0, word `0x7fc00000`; other rows do not change.
+    overflows on the way) becomes a NaN row: codes 0, word `0x7fc00000` (`0x7e00` where words are
+    float16); other rows do not change.
+
+    With float16 words a row whose word rounds to 0 reads as zeros too, and one whose word rounds
+    to infinity is a NaN row. See `StoredWord.FLOAT16` for the lengths of rows that survive.
 
     Args:
         x: `[..., D]` float32, float16 or bfloat16, any strides; for rotated modes D divisible
@@ -46,7 +50,8 @@ def quantize(x: Tensor, mode: Mode) -> QuantizedKV:
         mode: How to store it.
 
     Returns:
-        codes `[..., B]` uint8, first code in the low bits; words `[...]` float32.
+        codes `[..., B]` uint8, first code in the low bits; words `[...]` float32 or float16 (see
+        `kvq.tier.word_dtype`).
 
     Raises:
         TypeError: `x` has another dtype (float64 would be rounded first).
@@ -82,7 +87,7 @@ def dequantize(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) -> Tenso
 
     Args:
         codes: `[..., B]` uint8.
-        words: `[...]` float32.
+        words: `[...]` float32 or float16, as the mode has them.
         mode: How they were stored.
         head_dim: D.
 
@@ -90,13 +95,13 @@ def dequantize(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) -> Tenso
         `[..., D]` float32. A row whose word is not finite reads `0x7fc00000` in every lane.
 
     Raises:
-        TypeError: `codes` is not uint8 or `words` not float32.
+        TypeError: `codes` is not uint8 or `words` not of the mode's dtype.
         ValueError: D does not suit the mode, or the shapes do not fit together.
 
     Exactness: bit-exact across tiers and devices.
     """
     check_dtype("codes", check_tensor("codes", codes), torch.uint8)
-    check_dtype("words", check_tensor("words", words), torch.float32)
+    check_dtype("words", check_tensor("words", words), word_dtype(mode))
     row_bytes = mode.bytes_per_row(head_dim)
     if codes.shape != (*words.shape, row_bytes):
         raise ValueError(
@@ -118,7 +123,7 @@ def _quantize(x: Tensor, mode: Mode, rounder: Rounder) -> QuantizedKV:
     row_bytes = mode.bytes_per_row(head_dim)
     flat = x.detach().reshape(-1, head_dim)
     codes = torch.empty((len(flat), row_bytes), dtype=torch.uint8, device=x.device)
-    words = torch.empty(len(flat), dtype=torch.float32, device=x.device)
+    words = torch.empty(len(flat), dtype=word_dtype(mode), device=x.device)
     for rows in _chunks(flat):
         row_codes, words[rows] = _encode_rows(flat[rows], mode, rounder)
         codes[rows] = pack_codes(row_codes, mode.bits)
@@ -144,8 +149,7 @@ def _encode_rows(x: Tensor, mode: Mode, rounder: Rounder) -> tuple[Tensor, Tenso
     bad = ~torch.isfinite(y).all(-1)
     codes, words = _ENCODERS[mode.normalization](y.masked_fill(bad[:, None], 0.0), mode, rounder)
     bad |= scaling.is_nan_row(words, mode)
-    words = words.view(torch.int32).masked_fill(bad, NAN_WORD).view(torch.float32)
-    return codes.masked_fill(bad[:, None], 0), words
+    return codes.masked_fill(bad[:, None], 0), scaling.fill_nan_words(words, bad)
 
 
 def _encode_absmax(y: Tensor, mode: Mode, rounder: Rounder) -> tuple[Tensor, Tensor]:
@@ -202,11 +206,40 @@ def _encode_codebook(y: Tensor, mode: Mode, rounder: Rounder) -> tuple[Tensor, T
         signed_max = y.gather(-1, y.abs().argmax(-1, keepdim=True))[..., 0]
         inverse = scaling.reciprocal(signed_max)
         unit = signed_max * (1.0 / gain)
-    codes = _count_thresholds(y * inverse[:, None], mode.codebook)
+    z = y * inverse[:, None]
+    zero = squares < SMALLEST_NORMAL
+    if mode.gains:
+        gains, none = _best_gains(y, z, mode)
+        z, zero = z * gains[:, None], zero | none
+    codes = _count_thresholds(z, mode.codebook)
     words, denominator = _fit_word(y, codes, squares, norm, unit, mode)
-    zero = (squares < SMALLEST_NORMAL) | (denominator == 0.0)
+    zero |= denominator == 0.0
+    if mode.word is StoredWord.FLOAT16:
+        words = words.to(torch.float16)
+        zero |= words == 0.0
     words = words.masked_fill(zero, 0.0).masked_fill(~torch.isfinite(squares), math.nan)
     return codes.masked_fill(zero[:, None], 0), words
+
+
+def _best_gains(y: Tensor, z: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
+    """The gain of each row `[R]` whose codes leave the smallest squared error, and if none does.
+
+    With `c` the levels of the codes of `z * gain`, least squares leaves `|y|^2` less the merit
+    `<y, c>^2 / <c, c>`, and the first of the largest merits wins. The word has no part in it, so
+    16-bit words have the codes of 32-bit ones. A gain has no merit where `<c, c>` is 0, nor where
+    both sums overflow.
+    """
+    assert mode.codebook is not None
+    levels = _levels(mode, y.device)
+    best = torch.full(y.shape[:1], -1.0, dtype=torch.float32, device=y.device)
+    gains = torch.full_like(best, mode.gains[0])
+    for gain in mode.gains:
+        c = levels[_count_thresholds(z * gain, mode.codebook).to(torch.int32)]
+        yc, cc = tree_sum(y * c), tree_sum(c * c)
+        merit = (yc * yc) / cc
+        better = (merit > best) & (cc != 0.0)
+        best, gains = merit.where(better, best), gains.masked_fill(better, gain)
+    return gains, best < 0.0
 
 
 def _fit_word(
@@ -249,7 +282,7 @@ def _decode_rows(codes: Tensor, words: Tensor, mode: Mode) -> Tensor:
         scale, smallest = scaling.decode_float16_pair(words)
         y = smallest[:, None] + codes.to(torch.float32) * scale[:, None]
     else:
-        y = _numbers(codes, mode) * words[:, None]
+        y = _numbers(codes, mode) * words.to(torch.float32)[:, None]
     if mode.rotation is not None:
         if not mode.folds_gain:
             y = y * (1.0 / mode.gain(y.shape[-1]))

@@ -14,6 +14,8 @@ from kvq.modes import Mode
 from kvq.scale_word import (
     EXPONENT_MASK,
     EXPONENT_MASK_16,
+    NAN_WORD,
+    NAN_WORD_16,
     SCALE_FLOOR,
     SCALE_FLOOR_16,
     SCALE_MASK,
@@ -86,16 +88,25 @@ def decode_float16_pair(words: Tensor) -> tuple[Tensor, Tensor]:
     return scale, smallest
 
 
+def fill_nan_words(words: Tensor, bad: Tensor) -> Tensor:
+    """`words`, float32 or float16, with the word of a NaN row where `bad`."""
+    if words.dtype is torch.float16:
+        return words.view(torch.int16).masked_fill(bad, NAN_WORD_16).view(torch.float16)
+    return words.view(torch.int32).masked_fill(bad, NAN_WORD).view(torch.float32)
+
+
 def is_nan_row(words: Tensor, mode: Mode) -> Tensor:
     """Whether each word marks a NaN row: a number in it is not finite.
 
     Args:
-        words: `[...]` float32.
+        words: `[...]` float32 or float16.
         mode: Says what the words hold.
 
     Returns:
         `[...]` bool.
     """
+    if mode.word is StoredWord.FLOAT16:
+        return (words.view(torch.int16) & EXPONENT_MASK_16) == EXPONENT_MASK_16
     bits = words.view(torch.int32)
     if mode.word is StoredWord.FLOAT16_PAIR:
         exponents = torch.stack((bits, bits >> 16)) & EXPONENT_MASK_16

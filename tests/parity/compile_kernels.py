@@ -50,7 +50,7 @@ def compile_write(
     spec = row_spec(mode, head_dim, tile.padded, torch.bfloat16)
     cuda = target.backend == "cuda"
     if not cuda:
-        spec = replace(spec, guess=())
+        spec = replace(spec, guess=(), ptx=False)
     kernel = cache._reshape_and_cache_kernel
     names = list(inspect.signature(kernel.fn).parameters)
     fixed = {
@@ -69,7 +69,8 @@ def compile_write(
         "TOKENS": tile.rows,
     }
     kinds = {
-        r".*_(codes|words)_ptr": "*i32",
+        r".*_codes_ptr": "*i32",
+        r".*_words_ptr": f"*i{8 * mode.word.num_bytes}",
         r".*_table_ptr": "*fp32",
         r"slot_ptr": "*i64",
         r"claims_ptr": "*i32",

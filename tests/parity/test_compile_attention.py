@@ -14,7 +14,7 @@ from kvq.modes import MODES, short_name
 pytest.importorskip("triton")
 
 #: One pair for each kind of code: digits of integers, e4m3, pairs, bytes and halves of 2 bits,
-#: halves of 4, one bit, three bits, a table, and K and V of different kinds.
+#: halves of 4, one bit, three bits, a table, K and V of different kinds, and words of 16 bits.
 KINDS = (
     "int4",
     "int8",
@@ -28,6 +28,7 @@ KINDS = (
     "lloyd4+even_255",
     "int8/int2",
     "smax4/fp8",
+    "lloyd4_w16/smax3_search_w16",
 )
 #: What spills: levels of eight bits, each gathered from memory.
 SPILLS = {"lloyd4+even_255"}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvq import reference
 from kvq.modes import MODES, Mode
-from kvq.tier import Layout, PagedKV
+from kvq.tier import Layout, PagedKV, word_dtype
 from tests.cases import DTYPES, HEAD_DIMS, SHAPES, Launch, covering_launches
 from tests.compare import assert_bit_exact
 
@@ -31,7 +31,7 @@ def padded_pages(launch: Launch, tokens: int, heads: int) -> tuple[PagedKV, Tens
     length = launch.mode.bytes_per_row(launch.head_dim)
     wide = (blocks, inner[0] + 1, inner[1] + 1)
     codes = torch.full((*wide, length + 5), 0xAB, dtype=torch.uint8, device=DEVICE)
-    words = torch.full(wide, 123.0, device=DEVICE)
+    words = torch.full(wide, 123.0, dtype=word_dtype(launch.mode), device=DEVICE)
     cache = PagedKV(
         codes[:, : inner[0], : inner[1], 2 : length + 2],
         words[:, : inner[0], : inner[1]],

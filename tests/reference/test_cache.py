@@ -48,7 +48,8 @@ def row_of(cache: PagedKV, slot: int) -> tuple[Tensor, Tensor]:
 
 
 def bits(words: Tensor) -> Tensor:
-    return words.contiguous().view(torch.int32)
+    words = words.contiguous()
+    return words.view(torch.int16 if words.dtype is torch.float16 else torch.int32)
 
 
 def assert_holds(cache: PagedKV, rows: dict[int, Tensor]) -> None:

@@ -26,6 +26,8 @@ from kvq.scale_word import StoredWord
 from tests.cases import CODEBOOK_MODES, HEAD_DIMS, ROTATED_MODES
 from tests.compare import assert_bit_exact
 
+WIDE_WORDS = [mode for mode in CODEBOOK_MODES if mode.word is StoredWord.FLOAT32]
+NARROW_WORDS = [mode for mode in CODEBOOK_MODES if mode.word is StoredWord.FLOAT16]
 every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=str)
 INT8, FP8, INT4, INT2, AFFINE4 = (
     find_mode(name) for name in ("int8", "fp8", "int4", "int2", "affine4")
@@ -34,6 +36,8 @@ BARE_INT4, BARE_AFFINE4 = INT4.without_rotation(), AFFINE4.without_rotation()
 
 
 def word_bits(words: Tensor) -> list[int]:
+    if words.dtype is torch.float16:
+        return [word & 0xFFFF for word in words.flatten().view(torch.int16).tolist()]
     return [word & 0xFFFFFFFF for word in words.flatten().view(torch.int32).tolist()]
 
 
@@ -136,7 +140,7 @@ def test_zeros_read_as_plus_zero_among_other_rows(mode: Mode, zero: float) -> No
     assert_bit_exact(got.words[2], alone.words)
 
 
-@pytest.mark.parametrize("mode", CODEBOOK_MODES, ids=str)
+@pytest.mark.parametrize("mode", WIDE_WORDS, ids=str)
 def test_the_smallest_row_of_a_codebook_mode(mode: Mode) -> None:
     # One lane of 2^-66 in 64 channels makes 64 rotated lanes of it, and a sum of squares of
     # 2^-126: the smallest that is no zero row.
@@ -295,12 +299,15 @@ def test_every_finite_float16_row_has_a_finite_word(mode: Mode, head_dim: int) -
     # Times its own signs a row comes out of the rotation in one lane of each block.
     own = ones if mode.rotation is None else ones * signs(head_dim, mode.rotation)
     x = torch.stack([ones, -ones, first, -first, alternating, own, -own, own * 2.0**-30])
+    if mode.word is StoredWord.FLOAT16:
+        # A row in one lane may have a word up to twice that lane over N.
+        x = x / 4
     got = quantize(x.to(torch.float16), mode)
     assert got.words.isfinite().all()
     assert dequantize(*got, mode, head_dim).isfinite().all()
 
 
-@pytest.mark.parametrize("mode", CODEBOOK_MODES, ids=str)
+@pytest.mark.parametrize("mode", WIDE_WORDS, ids=str)
 def test_the_largest_row_of_a_codebook_mode(mode: Mode) -> None:
     # Its sum of squares, 64 x^2, must stay below 2^128.
     finite = torch.nextafter(torch.tensor(2.0**61), torch.tensor(0.0)).item()
@@ -342,6 +349,43 @@ def test_a_range_that_is_not_finite_makes_a_nan_row() -> None:
     assert quantize(x, BARE_INT4).words.isfinite().tolist() == [False, True, True]
 
 
+@pytest.mark.parametrize("mode", NARROW_WORDS, ids=str)
+def test_the_range_of_a_float16_word(mode: Mode) -> None:
+    # From rounding to 0, over subnormal numbers, to rounding to infinity: the word is that of the
+    # same mode with 32 bits, rounded, and so are the codes of every row that has one.
+    wide = replace(mode, name="wide", word=StoredWord.FLOAT32)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 128, generator=generator) * 2.0 ** torch.linspace(-30, 30, 400)[:, None]
+    want, got = quantize(x, wide), quantize(x, mode)
+    rounded = want.words.to(torch.float16)
+    zero, infinite = rounded == 0, rounded.isinf()
+    assert 40 < zero.sum() < 200
+    assert 40 < infinite.sum() < 200
+    assert (want.words[zero] != 0).all()
+    words = rounded.masked_fill(zero, 0.0).view(torch.int16).masked_fill(infinite, 0x7E00)
+    assert_bit_exact(got.words.view(torch.int16), words)
+    assert_bit_exact(got.codes, want.codes.masked_fill((zero | infinite)[:, None], 0))
+    ordinary = ~zero & ~infinite
+    values = dequantize(*got, mode, 128)
+    widened = dequantize(want.codes, rounded.float(), wide, 128)
+    assert_bit_exact(values[ordinary], widened[ordinary])
+    assert_bit_exact(values[zero], torch.zeros_like(values[zero]))
+    assert set(values[infinite].view(torch.int32).flatten().tolist()) == {0x7FC00000}
+    # What the docstring of the word says of rows of ordinary shape at this head size.
+    length = x.norm(dim=-1)
+    assert ordinary[(length >= 1e-5) & (length <= 1e6)].all()
+    exact = (got.words.float() / want.words - 1).abs() <= 2.0**-11
+    assert exact[(length >= 0.01) & (length <= 1e6)].all()
+
+
+def test_a_word_of_minus_zero_is_a_zero_row() -> None:
+    # The word of a signed maximum has its sign.
+    mode = find_mode("smax4_search_w16")
+    got = quantize(row(-1e-7, -2e-8, 3e-8, length=128), mode)
+    assert word_bits(got.words) == [0]
+    assert not got.codes.any()
+
+
 @every_mode
 @pytest.mark.parametrize("word", [0x7FC00000, 0x7F800000, 0xFF800000, 0x7F800001, 0xFFC12345])
 def test_any_word_that_is_not_finite_reads_as_a_nan_row(mode: Mode, word: int) -> None:
@@ -349,7 +393,12 @@ def test_any_word_that_is_not_finite_reads_as_a_nan_row(mode: Mode, word: int) -
     x = torch.randn(3, 32, generator=generator)
     got = quantize(x, mode)
     words = got.words.clone()
-    words.view(torch.int32)[1] = word - 2**32 if word >= 2**31 else word
+    if mode.word is StoredWord.FLOAT16:
+        # Sign, exponent and the highest bits of the mantissa, or its lowest.
+        word = (word >> 16) & 0x8000 | 0x7C00 | (word >> 13) & 0x3FF | word & 1
+        words.view(torch.int16)[1] = word - 2**16 if word >= 2**15 else word
+    else:
+        words.view(torch.int32)[1] = word - 2**32 if word >= 2**31 else word
     values = dequantize(got.codes, words, mode, 32)
     assert set(values[1].view(torch.int32).tolist()) == {0x7FC00000}
     want = dequantize(*got, mode, 32)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kvq.modes import MODES, Mode
 from kvq.reference import scaling
-from kvq.scale_word import NAN_WORD, WORD_BYTES
+from kvq.scale_word import NAN_WORD, NAN_WORD_16, StoredWord
+from kvq.tier import word_dtype
 from tests.compare import assert_bit_exact
 
 
@@ -229,6 +230,28 @@ class TestNanRows:
 
     @pytest.mark.parametrize("mode", MODES.values(), ids=str)
     def test_the_word_of_a_nan_row_marks_one_in_every_mode(self, mode: Mode) -> None:
-        assert scaling.is_nan_row(floats(0x7FC00000), mode).item()
-        assert not scaling.is_nan_row(floats(0), mode).item()
-        assert floats(0).element_size() == WORD_BYTES
+        words = torch.zeros(3, dtype=word_dtype(mode))
+        assert words.element_size() == mode.word.num_bytes
+        words = scaling.fill_nan_words(words, torch.tensor([False, True, False]))
+        assert scaling.is_nan_row(words, mode).tolist() == [False, True, False]
+        if mode.word is StoredWord.FLOAT16:
+            assert words.view(torch.int16).tolist() == [0, NAN_WORD_16, 0]
+        else:
+            assert words.view(torch.int32).tolist() == [0, NAN_WORD, 0]
+
+    HALF = (
+        (0x0000, False),
+        (0x8000, False),
+        (0x7BFF, False),
+        (0x03FF, False),
+        (0x7C00, True),
+        (0xFC00, True),
+        (0x7C01, True),
+        (0xFFFF, True),
+    )
+
+    @pytest.mark.parametrize(("word", "want"), HALF)
+    def test_half(self, word: int, want: bool) -> None:
+        mode = MODES["lloyd4_w16_per_token_head"]
+        words = torch.from_numpy(np.array([word, 0x3C00], dtype=np.uint16).view(np.float16))
+        assert scaling.is_nan_row(words, mode).tolist() == [want, False]
