@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tests import oracle_trellis
+
 DEFAULT_SEED = 0x9E3779B9
 ROUND_STRIDE = 0x517CC1B7
 NAN_WORD = np.uint32(0x7FC00000)
@@ -61,9 +63,9 @@ class Codebook(NamedTuple):
 class Mode(NamedTuple):
     """What a mode's name says."""
 
-    family: str  # int8, fp8, int4, affine4, lloyd or smax
+    family: str  # int8, fp8, int4, affine4, lloyd, smax or trellis
     bits: int
-    fit: str  # of the codebook families; empty elsewhere
+    fit: str  # of the codebook and trellis families; empty elsewhere
 
 
 # ------------------------------------------------------------------------------------------- modes
@@ -88,6 +90,9 @@ def parse_mode(name: str) -> Mode:
     found = re.fullmatch(r"smax([2-4])_per_token_head", name)
     if found:
         return Mode("smax", int(found[1]), "least_squares")
+    found = re.fullmatch(r"trellis([23])(?:_(norm_match|unbiased))?_per_token_head", name)
+    if found:
+        return Mode("trellis", int(found[1]), found[2] or "least_squares")
     raise ValueError(f"no such mode: {name!r}")
 
 
@@ -389,8 +394,10 @@ def _encode_affine4(y: np.ndarray, size: int) -> Encoded:
     return Encoded(codes.astype(np.uint8), words, _not_finite(y) | ~finite)
 
 
-def _encode_codebook(y: np.ndarray, size: int, mode: Mode, codebook: Codebook) -> Encoded:
-    """``size`` is ``N``."""
+def _encode_codebook(
+    y: np.ndarray, size: int, mode: Mode, codebook: Codebook | None
+) -> Encoded:
+    """``size`` is ``N``; a trellis has no codebook."""
     head_dim = y.shape[1]
     square_sum = tree_sum(y * y)
     norm = np.sqrt(square_sum)
@@ -399,16 +406,22 @@ def _encode_codebook(y: np.ndarray, size: int, mode: Mode, codebook: Codebook) -
         z = y * (ONE / largest)
     else:
         z = y * _column(np.float32(math.sqrt(head_dim)) / norm)
-    codes = np.zeros(y.shape, dtype=np.uint8)
-    for threshold in codebook.thresholds:
-        codes += z >= threshold
+    if mode.family == "trellis":
+        code = oracle_trellis.CODES[mode.bits]
+        codes = oracle_trellis.search(code, z)
+        chosen = oracle_trellis.levels_of(code, codes)
+    else:
+        assert codebook is not None
+        codes = np.zeros(y.shape, dtype=np.uint8)
+        for threshold in codebook.thresholds:
+            codes += z >= threshold
+        chosen = codebook.levels[codes]
 
     one_over_size = np.float32(1.0 / size)
     if mode.fit == "unit":
         denominator = np.full_like(norm, np.float32(math.sqrt(head_dim) * size))
         word = norm / denominator
     else:
-        chosen = codebook.levels[codes]
         if mode.fit == "least_squares":
             numerator, denominator = tree_sum(y * chosen), tree_sum(chosen * chosen)
         elif mode.fit == "norm_match":
@@ -490,7 +503,6 @@ def encode(
             elif mode.family == "affine4":
                 encoded = _encode_affine4(hadamard(chunk, signs), size)
             else:
-                assert book is not None
                 encoded = _encode_codebook(hadamard(chunk, signs), size, mode, book)
             parts.append(_finish(chunk, encoded, mode.bits))
     packed, words = zip(*parts, strict=True)
@@ -585,6 +597,9 @@ def decode(
                 elif mode.family == "affine4":
                     minimum, step = _affine4_halves(word)
                     rotated = _column(minimum) + codes.astype(np.float32) * _column(step)
+                elif mode.family == "trellis":
+                    levels = oracle_trellis.levels_of(oracle_trellis.CODES[mode.bits], codes)
+                    rotated = _column(_float_of(word)) * levels
                 else:
                     assert book is not None
                     rotated = _column(_float_of(word)) * book.levels[codes]

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvq.checks import check_dtype, check_input, check_same_device, check_tensor
 from kvq.codebooks import to_float32
 from kvq.kernels import launch
-from kvq.kernels.hadamard import rotate, sign_words, unrotate
+from kvq.kernels.hadamard import sign_words, unrotate
 from kvq.kernels.packing import join_words, load_code, pack_words
 from kvq.kernels.rounding import (
     GUESS_BIAS,
@@ -60,11 +60,11 @@ from kvq.kernels.scaling import (
     encode_zero_point,
     floored_scale,
     reciprocal,
-    round_to_bfloat16,
     round_to_float16,
     truncate_scale,
 )
-from kvq.modes import Mode, Rotation
+from kvq.kernels.trellis import level_table, load_states, rotate_input, trellis_states_of
+from kvq.modes import LEVEL_GRIDS, Mode, Rotation
 from kvq.rounding import Rounding
 from kvq.tier import QuantizedKV
 
@@ -108,6 +108,8 @@ class RowSpec:
     num_levels: int
     #: See `guess_index`; empty when constants or a table are searched.
     guess: tuple[float, ...]
+    #: Channels of a state of a trellis.
+    window: int
 
 
 def guess_index(thresholds: tuple[float, ...]) -> tuple[float, ...]:
@@ -160,7 +162,7 @@ def row_spec(mode: Mode, head_dim: int, padded: int, dtype: torch.dtype) -> RowS
         signs=() if rotation is None else sign_words(head_dim, rotation, padded),
         round_to=str(dtype).removeprefix("torch.") if rounds_input else "",
         folds_gain=mode.folds_gain,
-        signed_zero=rotation is None and mode.codebook is None,
+        signed_zero=rotation is None and mode.grid not in LEVEL_GRIDS,
         fold=1.0 / gain,
         root=to_float32(math.sqrt(head_dim)),
         root_gain=to_float32(math.sqrt(head_dim) * gain),
@@ -168,12 +170,18 @@ def row_spec(mode: Mode, head_dim: int, padded: int, dtype: torch.dtype) -> RowS
         thresholds=thresholds if inline else (),
         num_levels=len(levels),
         guess=guess,
+        window=0 if mode.trellis is None else mode.trellis.window,
     )
 
 
 @lru_cache(maxsize=256)
 def codebook_table(mode: Mode, device: torch.device) -> Tensor:
-    """`[2, table_size]` float32: the levels, and then the thresholds; the last repeats."""
+    """`[2, table_size]` float32: the levels, and then the thresholds; the last repeats.
+
+    Of a trellis, the levels by state.
+    """
+    if mode.trellis is not None:
+        return level_table(mode.trellis, device)
     if mode.codebook is None:
         return torch.zeros(1, dtype=torch.float32, device=device)
     size = table_size(mode.bits)
@@ -324,8 +332,10 @@ def _fitted_scale(squares, unit, yc, cc, SPEC: tl.constexpr):
 
 
 @triton.jit
-def encode_rows(x, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.constexpr):
+def encode_rows(x, states, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.constexpr):
     """Words of packed codes and the bits of the stored words of rows `[C, R]`.
+
+    `states` `[C, R]` are those of a trellis; else anything.
 
     Returns:
         For each stored segment `[R, segment words]` int32 (three bits have two segments, every
@@ -337,14 +347,10 @@ def encode_rows(x, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.cons
     BITS: tl.constexpr = pick(SPEC, "bits")
     BIAS: tl.constexpr = GUESS_BIAS if len(pick(SPEC, "guess")) > 0 else 0
     GRID: tl.constexpr = pick(SPEC, "grid")
+    LEVELS: tl.constexpr = GRID == "codebook" or GRID == "trellis"
     FIT: tl.constexpr = pick(SPEC, "scale_fit")
-    if pick(SPEC, "rounds") > 0:
-        x = rotate(x, SPEC, R)
-    if pick(SPEC, "round_to") == "float16":
-        x = round_to_float16(x)
-    elif pick(SPEC, "round_to") == "bfloat16":
-        x = round_to_bfloat16(x)
-    if GRID == "codebook":
+    x = rotate_input(x, SPEC, R)
+    if LEVELS:
         squares = fold_add(x * x, C, R)
         multiplier, unit = _codebook_scale(x, squares, SPEC, R)
     elif GRID == "unsigned":
@@ -352,14 +358,20 @@ def encode_rows(x, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.cons
     else:
         multiplier, word, bad = _absmax_scale(x, SPEC)
     parts = split_parts(x, PART, C, R)
+    if GRID == "trellis":
+        state_parts = split_parts(states, PART, C, R)
     first = ()
     second = ()
     yc = ()
     cc = ()
     for i in tl.static_range(N):
         y = parts[i]
-        if GRID == "codebook":
-            codes, levels = _codebook_codes(y, multiplier, table_ptr, SPEC)
+        if LEVELS:
+            if GRID == "trellis":
+                codes = state_parts[i] & ((1 << BITS) - 1)
+                levels = tl.load(table_ptr + state_parts[i])
+            else:
+                codes, levels = _codebook_codes(y, multiplier, table_ptr, SPEC)
             if FIT != "unit":
                 if pick(SPEC, "head_dim") < PART * (i + 1):
                     live = PART * i + tl.arange(0, PART)[:, None] < pick(SPEC, "head_dim")
@@ -377,7 +389,7 @@ def encode_rows(x, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.cons
             second = second + (pack_words((codes >> 2) & 1, 1, 0, PART, i, R),)
         else:
             first = first + (pack_words(codes, BITS, BIAS, PART, i, R),)
-    if GRID == "codebook":
+    if LEVELS:
         yc_sum = fold_parts(yc, N) if len(yc) > 0 else squares
         cc_sum = fold_parts(cc, N) if len(cc) > 0 else squares
         scale, empty = _fitted_scale(squares, unit, yc_sum, cc_sum, SPEC)
@@ -418,6 +430,7 @@ def _quantize_kernel(
     codes_ptr,
     words_ptr,
     table_ptr,
+    states_ptr,
     num_rows,
     row_stride,
     SPEC: tl.constexpr,
@@ -431,7 +444,10 @@ def _quantize_kernel(
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     live = row < num_rows
     x = load_rows(x_ptr + row * row_stride, live, D, C)
-    first, second, word = encode_rows(x, table_ptr, SPEC, R, CAST)
+    states = row
+    if pick(SPEC, "grid") == "trellis":
+        states = load_states(states_ptr + row * D, live, D, C)
+    first, second, word = encode_rows(x, states, table_ptr, SPEC, R, CAST)
     store_codes(codes_ptr + row * (D * BITS // 8 // UNIT), first, second, live, SPEC, UNIT)
     tl.store(words_ptr + row, word, mask=live)
 
@@ -457,6 +473,7 @@ def quantize(x: Tensor, mode: Mode) -> QuantizedKV:
             codes.view(launch.UNIT_DTYPES[unit]),
             words.view(torch.int32),
             codebook_table(mode, x.device),
+            trellis_states_of(flat[:, None], mode, spec),
             len(flat),
             flat.stride(0),
             SPEC=spec,
@@ -492,6 +509,7 @@ def _dequantize_kernel(
     D: tl.constexpr = pick(SPEC, "head_dim")
     C: tl.constexpr = pick(SPEC, "padded")
     GRID: tl.constexpr = pick(SPEC, "grid")
+    BITS: tl.constexpr = pick(SPEC, "bits")
     WORD: tl.constexpr = pick(SPEC, "word")
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     live = row < num_rows
@@ -502,7 +520,7 @@ def _dequantize_kernel(
         codes_ptr + (row * codes_stride)[None, :],
         channel,
         live[None, :] & (channel < D),
-        pick(SPEC, "bits"),
+        BITS,
         D,
     )
     if WORD == "float32_zero_point":
@@ -513,6 +531,18 @@ def _dequantize_kernel(
         y = ((code << 24) >> 24).to(tl.float32) * scale[None, :]
     elif GRID == "e4m3":
         y = decode_e4m3(code) * scale[None, :]
+    elif GRID == "trellis":
+        state = code
+        for j in tl.static_range(1, pick(SPEC, "window")):
+            after = load_code(
+                codes_ptr + (row * codes_stride)[None, :],
+                (channel + j) % D,
+                live[None, :] & (channel < D),
+                BITS,
+                D,
+            )
+            state = state + (after << (BITS * j))
+        y = tl.load(table_ptr + state) * scale[None, :]
     else:
         y = tl.load(table_ptr + code) * scale[None, :]
     if pick(SPEC, "rounds") > 0:
