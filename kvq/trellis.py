@@ -1,11 +1,14 @@
 """Trellis codes: a level that depends on a window of codes, and so on the channels that follow.
 
 A code of `k` bits names one of `2^k` levels in a codebook. Here the `m` codes of a channel and of
-the `m - 1` after it, cyclically, are one *state* of `L = k m` bits, and the state names the level:
-each level serves many code sequences, and a search finds the best of them. The map from state to
-level is linear: a few parities of the state are the *label*, and the label is the index of a level.
-So what a reader must do is a few shifts and exclusive ors of the packed codes themselves, and then
-a look-up among few levels, as in a codebook.
+the `m - 1` after it, cyclically, are one *state* of `L = k m` bits, and the state names the level.
+There are more levels than codes, few sequences of them can be stored, and a search finds the best.
+The map from state to level is linear: a few parities of the state are the *label*, the index of a
+level. So what a reader must do is a few shifts and exclusive ors of the packed codes themselves,
+and then a look-up among few levels, as in a codebook.
+
+The levels are those that fit Gaussian rows best, found by turns of search and averaging and then
+rounded to steps of one unit.
 
 The arithmetic, which both tiers and the oracle of the tests follow, is fixed in `Trellis`.
 """
@@ -19,7 +22,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
-#: Bits of a state: a reader holds a window at any place in 32 bits, and a table of states is small.
+#: Bits of a state: a reader holds a window at any place in 32 bits, and its table is small.
 MOST_WINDOW_BITS: Final = 12
 #: Levels are integers of so many bits and a sign, times the unit: exactly float16 numbers but for
 #: the unit.
@@ -38,10 +41,10 @@ class Trellis:
     of a channel is its state without its last code, `o = s mod 2^(L-k)`; that of the next channel
     is `floor(s / 2^k)`. One pass over numbers `w[0..D-1]` from costs `A[o]`:
 
-    * step `t`: for each overlap `p` of the next channel and each code `r` from 0 to `2^k - 1`, with
-      `s = 2^k p + r`, the candidate is `RN(A[s mod 2^(L-k)] + RN(d * d))`, `d = RN(w[t] -
-      level[s])`. The new `A[p]` is the smallest candidate, and `choice[t][p]` its `r`, the lowest
-      among equals.
+    * step `t`: for each overlap `p` of the next channel and each code `r` from 0 to `2^k - 1`,
+      with `s = 2^k p + r`, the candidate is `RN(A[s mod 2^(L-k)] + RN(d * d))`,
+      `d = RN(w[t] - level[s])`. The new `A[p]` is the smallest candidate, and `choice[t][p]` its
+      `r`, the lowest among equals.
     * back: from the overlap `p` after the last step, for `t = D-1 .. 0`: `r = choice[t][p]` is the
       code of number `t`, and `p` becomes `(2^k p + r) mod 2^(L-k)`, the overlap before step `t`.
 
@@ -50,8 +53,8 @@ class Trellis:
     1. over `w[t] = z[(t + h) mod D]`, from costs 0 and back from the overlap of the smallest final
        cost, the lowest among equals. It gives the overlap `p*` before step `D - h`, which is that
        of channel 0.
-    2. over `w = z`, from cost 0 at `p*` and infinite costs elsewhere, and back from `p*`. Its codes
-       are the codes of the row.
+    2. over `w = z`, from cost 0 at `p*` and infinite costs elsewhere, and back from `p*`. Its
+       codes are the codes of the row.
 
     So the code closes on itself: no code is spent on a first state. The second pass is the exact
     minimum of the squared error among the sequences that pass through `p*`.
@@ -141,10 +144,11 @@ def _rank(masks: tuple[int, ...]) -> int:
     """Of a matrix over GF(2)."""
     basis: list[int] = []
     for mask in masks:
+        rest = mask
         for row in basis:
-            mask = min(mask, mask ^ row)
-        if mask:
-            basis.append(mask)
+            rest = min(rest, rest ^ row)
+        if rest:
+            basis.append(rest)
     return len(basis)
 
 
@@ -165,29 +169,30 @@ def state_levels(trellis: Trellis) -> tuple[float, ...]:
     return tuple(step * trellis.unit for step in state_steps(trellis))
 
 
+def _symmetric(*positive: int) -> tuple[int, ...]:
+    """Steps in ascending order, each with its opposite."""
+    return (*(-step for step in reversed(positive)), *positive)
+
+
 _ROWS = (
-    # The search for masks: those that two shifts of packed codes give, `x >> 3` and `x >> 8`.
+    # Of masks that two shifts of packed codes give, `x >> 3` and `x >> 8`, the best of a search.
     Trellis(
         name="linear_2_10",
         bits=2,
         window_bits=10,
         masks=(0x008, 0x010, 0x109, 0x212),
-        steps=(-127, -85, -67, -49, -37, -27, -15, -3, 3, 15, 27, 37, 49, 67, 85, 127),
+        steps=_symmetric(3, 15, 27, 37, 49, 67, 85, 127),
         unit=17 / 1024,
     ),
-    # Masks found by a search at random; levels as for the other, of Gaussian rows.
+    # Of all masks, the best of a search.
     Trellis(
         name="linear_3_12",
         bits=3,
         window_bits=12,
         masks=(0x02F, 0x75C, 0xCAE, 0x891, 0x6D5),
-        # fmt: off
-        steps=(
-            -1335, -1005, -808, -689, -587, -531, -441, -408, -334, -288, -242, -209, -135, -103,
-            -71, -31,
-            31, 71, 103, 135, 209, 242, 288, 334, 408, 441, 531, 587, 689, 808, 1005, 1335,
+        steps=_symmetric(
+            *(31, 71, 103, 135, 209, 242, 288, 334, 408, 441, 531, 587, 689, 808, 1005, 1335)
         ),
-        # fmt: on
         unit=1 / 512,
     ),
 )

@@ -394,9 +394,7 @@ def _encode_affine4(y: np.ndarray, size: int) -> Encoded:
     return Encoded(codes.astype(np.uint8), words, _not_finite(y) | ~finite)
 
 
-def _encode_codebook(
-    y: np.ndarray, size: int, mode: Mode, codebook: Codebook | None
-) -> Encoded:
+def _encode_codebook(y: np.ndarray, size: int, mode: Mode, codebook: Codebook | None) -> Encoded:
     """``size`` is ``N``; a trellis has no codebook."""
     head_dim = y.shape[1]
     square_sum = tree_sum(y * y)

@@ -72,7 +72,9 @@ def search(code: Code, z: np.ndarray) -> np.ndarray:
     overlaps = 2 ** (code.window_bits - code.bits)
     # Every way into an overlap: the states, by the code they leave behind.
     ways = np.arange(overlaps)[:, np.newaxis] * 2**code.bits + np.arange(2**code.bits)
-    return np.stack([_search_row(row, levels[ways], ways % overlaps) for row in z]).astype(np.uint8)
+    return np.stack([_search_row(row, levels[ways], ways % overlaps) for row in z]).astype(
+        np.uint8
+    )
 
 
 def _search_row(z: np.ndarray, levels: np.ndarray, before: np.ndarray) -> np.ndarray:

@@ -34,6 +34,8 @@ BY_HAND = {
     "smax3": (3, 8, 48, "3.25", "8/3"),
     "smax4": (4, 16, 64, "4.25", "2"),
     "affine4": (4, 16, 64, "4.25", "2"),
+    "trellis2": (2, 4, 32, "2.25", "4"),
+    "trellis3": (3, 8, 48, "3.25", "8/3"),
 }
 FITS = ("", "_unit", "_norm_match", "_unbiased")
 
@@ -44,7 +46,7 @@ INT8, INT4, LLOYD2 = (kvq.mode(name) for name in ("int8", "int4", "lloyd2"))
 def by_hand(mode: kvq.Mode) -> tuple[int, int, int, str, str]:
     name = short_name(mode.name)
     for fit in FITS[1:]:
-        if name.startswith("lloyd"):
+        if name.startswith(("lloyd", "trellis")):
             name = name.removesuffix(fit)
     return BY_HAND[name]
 
@@ -58,6 +60,7 @@ def codebook(num_levels: int, name: str = "mine") -> Codebook:
 def test_the_table_has_the_seed_and_every_fit() -> None:
     expected = {name for name in BY_HAND if not name.startswith("lloyd")}
     expected |= {f"lloyd{bits}{fit}" for bits in (1, 2, 3, 4) for fit in FITS}
+    expected |= {f"trellis{bits}{fit}" for bits in (2, 3) for fit in FITS if fit != "_unit"}
     assert {short_name(name) for name in kvq.MODES} >= expected
 
 
@@ -117,14 +120,14 @@ def test_largest_codes() -> None:
         (INT8, {"grid": Grid.E4M3, "bits": 4}, "bits must be 8 for the grid e4m3"),
         (INT8, {"grid": Grid.UNSIGNED}, "grid must be signed or e4m3 for absmax"),
         (INT4, {"grid": Grid.SIGNED}, "grid must be unsigned for zero_range"),
-        (LLOYD2, {"grid": Grid.UNSIGNED}, "grid must be codebook for rms"),
+        (LLOYD2, {"grid": Grid.UNSIGNED}, "grid must be codebook or trellis for rms"),
         (INT8, {"word": StoredWord.FLOAT32_ZERO_POINT}, "word must be float32 for absmax"),
         (INT4, {"word": StoredWord.FLOAT32}, "word must be float32_zero_point for zero_range"),
         (INT4, {"normalization": Normalization.MIN_RANGE}, "word must be float16_pair for"),
         (INT4, {"codebook": codebook(4)}, "codebook must be given for the grid codebook"),
         (LLOYD2, {"codebook": None}, "codebook must be given for the grid codebook"),
-        (INT4, {"scale_fit": kvq.ScaleFit.UNIT}, "scale_fit must be given for the grid codebook"),
-        (LLOYD2, {"scale_fit": None}, "scale_fit must be given for the grid codebook"),
+        (INT4, {"scale_fit": kvq.ScaleFit.UNIT}, "scale_fit must be given for the grids"),
+        (LLOYD2, {"scale_fit": None}, "scale_fit must be given for the grids"),
         (INT4, {"rounding": None}, "rounding must be given for every grid but codebook"),
         (LLOYD2, {"rounding": kvq.Rounding.HALF_EVEN}, "rounding must be given for every grid"),
         (LLOYD2, {"codebook": codebook(5)}, "codebook must have at most 4 levels for 2 bits"),

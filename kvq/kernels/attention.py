@@ -21,10 +21,13 @@ from kvq.kernels.attention_loop import LoopSpec, attend_kernel
 from kvq.kernels.attention_tile import LOG2_E
 from kvq.kernels.merge import merge_attention
 from kvq.kernels.operands import SideSpec, side_spec
+from kvq.kernels.trellis_operands import window_table
 from kvq.tier import AttentionFeatures, AttentionOutput, PagedKV, as_hnd, check_attention
 
 __all__ = ["merge_attention", "paged_attention"]
 
+#: The kinds of operands that take many registers.
+CROWDED = {"halves", "labels", "states"}
 #: Half an ulp of 1.0: what a codebook's levels are measured against.
 ACCURACY = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
 
@@ -37,7 +40,9 @@ def _unit_bytes(codes: Tensor) -> int:
 
 @lru_cache(maxsize=64)
 def _level_table(side: SideSpec, device: torch.device) -> Tensor:
-    """Levels by code, for look-ups in memory; else a placeholder."""
+    """Levels by code or by window, for look-ups in memory; else a placeholder."""
+    if side.trellis is not None and side.kind == "states":
+        return window_table(side.trellis, device)
     levels = side.levels if side.kind == "table" else (0.0,)
     return torch.tensor(levels, dtype=torch.float32, device=device)
 
@@ -125,7 +130,7 @@ def paged_attention(
         row_bytes,
         max(head_dim, value_dim),
         wide=wide,
-        crowded="halves" in (key_kind, value_side.kind) or value_side.streams > 8,
+        crowded=bool(CROWDED & {key_kind, value_side.kind}) or value_side.streams > 8,
     ):
         # Where queries are few their digits cost nothing, and integers are had for less than
         # float16 numbers. Many queries are float16 numbers; one will do for a bfloat16 query.

@@ -284,8 +284,8 @@ def reshape_and_cache(
 ) -> None:
     """Triton mirror of `kvq.reference.reshape_and_cache`; the same bits.
 
-    One launch for up to 256 tokens, three beyond it, and two more for each side with a trellis. No host synchronization unless `check` is on,
-    so it can be captured in a CUDA graph.
+    One launch for up to 256 tokens, three beyond it, and two more for each side with a trellis. No
+    host synchronization unless `check` is on, so it can be captured in a CUDA graph.
     """
     launch.check_device("key", key)
     check_cache_write(key, value, key_cache, value_cache, slot_mapping, check)

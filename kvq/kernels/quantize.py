@@ -347,7 +347,7 @@ def encode_rows(x, states, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST:
     BITS: tl.constexpr = pick(SPEC, "bits")
     BIAS: tl.constexpr = GUESS_BIAS if len(pick(SPEC, "guess")) > 0 else 0
     GRID: tl.constexpr = pick(SPEC, "grid")
-    LEVELS: tl.constexpr = GRID == "codebook" or GRID == "trellis"
+    LEVELS: tl.constexpr = pick(SPEC, "scale_fit") != "None"
     FIT: tl.constexpr = pick(SPEC, "scale_fit")
     x = rotate_input(x, SPEC, R)
     if LEVELS:

@@ -24,9 +24,11 @@ from kvq.trellis import Trellis, state_levels
 
 
 @lru_cache(maxsize=64)
-def level_table(trellis: Trellis, device: torch.device) -> Tensor:
-    """`[2 ** window_bits]` float32: the level of each state."""
-    return torch.tensor(state_levels(trellis), dtype=torch.float32, device=device)
+def level_table(
+    trellis: Trellis, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """`[2 ** window_bits]`: the level of each state."""
+    return torch.tensor(state_levels(trellis), dtype=dtype, device=device)
 
 
 @triton.jit

@@ -64,7 +64,7 @@ def _search(z: Tensor, trellis: Trellis, levels: Tensor) -> Tensor:
 def _forward(w: Tensor, trellis: Trellis, levels: Tensor, costs: Tensor) -> Tensor:
     """Costs `[D + 1, overlaps, R]` before each of the numbers `w` `[D, R]`, and after the last."""
     count = 1 << trellis.bits
-    distinct, which = levels.unique(return_inverse=True)
+    distinct, which = torch.unique(levels, return_inverse=True)
     every = torch.empty((len(w) + 1, *costs.shape), dtype=torch.float32, device=w.device)
     every[0] = costs
     for t, number in enumerate(w.unbind(0)):
@@ -101,6 +101,6 @@ def _back(
 
 
 def _lowest(costs: Tensor) -> Tensor:
-    """The first index of the smallest of `[N, R]`, which `argmin` does not promise; with NaN, 0."""
+    """The first index of the smallest of `[N, R]`, which `argmin` does not promise; 0 with NaN."""
     index = torch.arange(len(costs), device=costs.device)[:, None]
     return torch.where(costs == costs.amin(0), index, len(costs)).amin(0) % len(costs)
