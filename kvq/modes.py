@@ -19,6 +19,7 @@ from typing import Any, Final
 from kvq.codebooks import CODEBOOKS, Codebook, to_float32
 from kvq.rounding import Rounding
 from kvq.scale_word import ZERO_POINT_BITS, StoredWord
+from kvq.trellis import TRELLISES, Trellis
 
 #: Ends the full name of every mode: one scale per token and KV head.
 SUFFIX: Final = "_per_token_head"
@@ -118,13 +119,19 @@ class Grid(Enum):
     E4M3 = "e4m3"
     #: The index of a level of a codebook.
     CODEBOOK = "codebook"
+    #: A code of a trellis: with those of the next channels it names a level.
+    TRELLIS = "trellis"
 
     def __str__(self) -> str:
         return self.value
 
 
+#: The grids whose codes stand for levels; their rows have a scale fit and no rounding.
+LEVEL_GRIDS: Final = (Grid.CODEBOOK, Grid.TRELLIS)
+
+
 class ScaleFit(Enum):
-    """How the word of a codebook row is chosen once its codes are known.
+    """How the word of a row of levels is chosen once its codes are known.
 
     `y` is the rotated row, `c` the levels of its codes.
     """
@@ -150,7 +157,7 @@ _WORDS: Final = {
     Normalization.ZERO_RANGE: ((StoredWord.FLOAT32_ZERO_POINT,), (Grid.UNSIGNED,)),
     Normalization.CLAMPED_RANGE: ((StoredWord.FLOAT32_ZERO_POINT,), (Grid.UNSIGNED,)),
     Normalization.MIN_RANGE: ((StoredWord.FLOAT16_PAIR,), (Grid.UNSIGNED,)),
-    Normalization.RMS: (_SCALES, (Grid.CODEBOOK,)),
+    Normalization.RMS: (_SCALES, LEVEL_GRIDS),
     Normalization.SIGNED_MAX: (_SCALES, (Grid.CODEBOOK,)),
 }
 
@@ -197,16 +204,19 @@ class Mode:
     word: StoredWord
     #: The transform before everything else, or `None`.
     rotation: Rotation | None = None
-    #: How codes and zero-point are rounded; `None` for codebooks, which compare with thresholds.
+    #: How codes and zero-point are rounded; `None` for codebooks, which compare with thresholds,
+    #: and for trellises, which are searched.
     rounding: Rounding | None = None
     #: The levels, for `Grid.CODEBOOK`.
     codebook: Codebook | None = None
-    #: How the word is chosen, for `Grid.CODEBOOK`.
+    #: How the word is chosen, for `Grid.CODEBOOK` and `Grid.TRELLIS`.
     scale_fit: ScaleFit | None = None
     #: Gains, each a float32, that a row tries before its codes are chosen: those of `z * gain`,
     #: with `z` the normalized row. The best fit by least squares wins, the first among equals,
     #: whatever the scale fit; it is judged before the word is rounded. Empty: no search.
     gains: tuple[float, ...] = ()
+    #: The states and their levels, for `Grid.TRELLIS`.
+    trellis: Trellis | None = None
     #: All of the above as JSON, which `kvq.records.from_json` reads: for what can carry a mode as
     #: text only, such as an operator of a compiled graph, in this process or another.
     text: str = field(init=False, repr=False, compare=False)
@@ -232,15 +242,24 @@ class Mode:
                 f"codebook must be given for the grid codebook and for no other, "
                 f"got {self.codebook} with the grid {self.grid}"
             )
-        if (self.grid is Grid.CODEBOOK) != (self.scale_fit is not None):
+        if (self.grid is Grid.TRELLIS) != (self.trellis is not None):
             raise ValueError(
-                f"scale_fit must be given for the grid codebook and for no other, "
+                f"trellis must be given for the grid trellis and for no other, "
+                f"got {self.trellis} with the grid {self.grid}"
+            )
+        if (self.grid in LEVEL_GRIDS) != (self.scale_fit is not None):
+            raise ValueError(
+                f"scale_fit must be given for the grids codebook and trellis and for no other, "
                 f"got {self.scale_fit} with the grid {self.grid}"
             )
-        if (self.grid is Grid.CODEBOOK) != (self.rounding is None):
+        if (self.grid in LEVEL_GRIDS) != (self.rounding is None):
             raise ValueError(
-                f"rounding must be given for every grid but codebook, "
+                f"rounding must be given for every grid but codebook and trellis, "
                 f"got {self.rounding} with the grid {self.grid}"
+            )
+        if self.trellis is not None and self.trellis.bits != self.bits:
+            raise ValueError(
+                f"bits must be {self.trellis.bits} for the trellis {self.trellis}, got {self.bits}"
             )
         if self.codebook is not None and self.codebook.num_levels > 2**self.bits:
             raise ValueError(
@@ -282,7 +301,7 @@ class Mode:
         return 1 if self.rotation is None else self.rotation.gain(head_dim)
 
     def check_head_dim(self, head_dim: int, argument: str = "head_dim") -> None:
-        """`head_dim` must fill whole bytes, and suit the rotation.
+        """`head_dim` must fill whole bytes, and suit the rotation and the trellis.
 
         Raises:
             ValueError: It does not; the message names the rule.
@@ -295,6 +314,8 @@ class Mode:
             )
         if self.rotation is not None:
             self.rotation.check(head_dim)
+        if self.trellis is not None:
+            self.trellis.check_head_dim(head_dim, argument)
 
     def bytes_per_row(self, head_dim: int) -> int:
         """Bytes of the packed codes of one row, without its stored word."""
@@ -347,11 +368,12 @@ class Mode:
         """This mode under another rounding, named for it (itself, if it is the same).
 
         Raises:
-            ValueError: This is a codebook mode: it compares with thresholds and does not round.
+            ValueError: Its codes stand for levels: it compares or searches and does not round.
         """
         if self.rounding is None:
             raise ValueError(
-                f"mode must round to take another rounding, got {self.name}, which has a codebook"
+                f"mode must round to take another rounding, got {self.name}, which has a "
+                f"{self.grid}"
             )
         if rounding is self.rounding:
             return self
@@ -411,6 +433,22 @@ def _codebook(
     )
 
 
+def _trellis(
+    stem: str, trellis: str, fit: ScaleFit, word: StoredWord = StoredWord.FLOAT32
+) -> Mode:
+    code = TRELLISES[trellis]
+    return Mode(
+        stem + SUFFIX,
+        code.bits,
+        Grid.TRELLIS,
+        Normalization.RMS,
+        word,
+        RANDOM_HADAMARD,
+        scale_fit=fit,
+        trellis=code,
+    )
+
+
 def _lloyd(ending: str, bits: int, fit: ScaleFit, **parts: Any) -> Mode:
     return _codebook(
         f"lloyd{bits}{ending}", Normalization.RMS, f"gaussian_{2**bits}", fit, **parts
@@ -464,6 +502,16 @@ _ROWS = (
             (4, (ScaleFit.LEAST_SQUARES,)),
         )
         for fit in fits
+    ),
+    *(
+        _trellis(f"trellis{bits}{_FITS[fit]}", trellis, fit)
+        for bits, trellis in ((2, "linear_2_10"), (3, "linear_3_12"))
+        for fit in (ScaleFit.LEAST_SQUARES, ScaleFit.NORM_MATCH, ScaleFit.UNBIASED)
+    ),
+    *(
+        _trellis(f"trellis{bits}{_FITS[fit]}_w16", trellis, fit, StoredWord.FLOAT16)
+        for bits, trellis in ((2, "linear_2_10"), (3, "linear_3_12"))
+        for fit in (ScaleFit.NORM_MATCH, ScaleFit.UNBIASED)
     ),
 )
 

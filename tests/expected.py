@@ -17,7 +17,7 @@ from torch import Tensor
 from kvq.modes import MODES, Grid, Mode, Normalization, Rotation
 from kvq.rounding import Rounding
 from kvq.scale_word import StoredWord
-from tests import oracle
+from tests import oracle, oracle_trellis
 
 _DTYPE_NAMES = {
     torch.float32: "float32",
@@ -153,6 +153,9 @@ def _encode(rows: np.ndarray, mode: Mode, dtype: str) -> tuple[np.ndarray, np.nd
         )
         if family == "smax" and unit:
             encoded = _encode_signed_max_unit(y, size, mode)
+        elif mode.grid is Grid.TRELLIS:
+            parts = parts._replace(family="trellis")
+            encoded = oracle._encode_codebook(y, size, parts, None)
         else:
             encoded = oracle._encode_codebook(y, size, parts, _book(mode))
     nan_word = oracle.NAN_WORD_16 if mode.word is StoredWord.FLOAT16 else oracle.NAN_WORD
@@ -216,6 +219,10 @@ def _decode(codes: np.ndarray, words: np.ndarray, mode: Mode, head_dim: int) -> 
         scale = (words & np.uint32(0xFFFFFFF0)).view(np.float32)
         zero_point = (words & np.uint32(15)).astype(np.float32)
         rotated = (unpacked - zero_point[:, None]) * scale[:, None] / np.float32(size)
+    elif mode.trellis is not None:
+        name = "int2_per_token_head"
+        levels = oracle_trellis.levels_of(oracle_trellis.CODES[mode.bits], unpacked)
+        rotated = words.view(np.float32)[:, None] * levels
     else:
         name = "int2_per_token_head"
         if mode.word is StoredWord.FLOAT16:

@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tests import oracle_trellis
+
 DEFAULT_SEED = 0x9E3779B9
 ROUND_STRIDE = 0x517CC1B7
 NAN_WORD = np.uint32(0x7FC00000)
@@ -69,9 +71,9 @@ class Codebook(NamedTuple):
 class Mode(NamedTuple):
     """What a mode's name says."""
 
-    family: str  # int8, fp8, int4, affine4, lloyd or smax
+    family: str  # int8, fp8, int4, affine4, lloyd, smax or trellis
     bits: int
-    fit: str  # of the codebook families; empty elsewhere
+    fit: str  # of the codebook and trellis families; empty elsewhere
     gains: tuple[float, ...] = ()  # tried when a row is written
     word16: bool = False  # the word is a float16
 
@@ -99,6 +101,9 @@ def parse_mode(name: str) -> Mode:
         family, bits = found[1][:-1], int(found[1][-1])
         gains = tuple(n / 32 for n in _GAINS[family]) if found[2] else ()
         return Mode(family, bits, found[3] or "least_squares", gains, bool(found[4]))
+    found = re.fullmatch(r"trellis([23])(?:_(norm_match|unbiased))?(_w16)?_per_token_head", name)
+    if found:
+        return Mode("trellis", int(found[1]), found[2] or "least_squares", word16=bool(found[3]))
     raise ValueError(f"no such mode: {name!r}")
 
 
@@ -423,8 +428,8 @@ def _searched_codes(
     return np.stack(every)[best, np.arange(len(y))], ranked.max(axis=0) < ZERO
 
 
-def _encode_codebook(y: np.ndarray, size: int, mode: Mode, codebook: Codebook) -> Encoded:
-    """``size`` is ``N``."""
+def _encode_codebook(y: np.ndarray, size: int, mode: Mode, codebook: Codebook | None) -> Encoded:
+    """``size`` is ``N``; a trellis has no codebook."""
     head_dim = y.shape[1]
     square_sum = tree_sum(y * y)
     norm = np.sqrt(square_sum)
@@ -433,17 +438,24 @@ def _encode_codebook(y: np.ndarray, size: int, mode: Mode, codebook: Codebook) -
         z = y * (ONE / largest)
     else:
         z = y * _column(np.float32(math.sqrt(head_dim)) / norm)
-    if mode.gains:
-        codes, no_merit = _searched_codes(y, z, mode.gains, codebook)
+    no_merit = np.zeros(len(y), dtype=bool)
+    if mode.family == "trellis":
+        code = oracle_trellis.CODES[mode.bits]
+        codes = oracle_trellis.search(code, z)
+        chosen = oracle_trellis.levels_of(code, codes)
     else:
-        codes, no_merit = _codes_of(z, codebook), np.zeros(len(y), dtype=bool)
+        assert codebook is not None
+        if mode.gains:
+            codes, no_merit = _searched_codes(y, z, mode.gains, codebook)
+        else:
+            codes = _codes_of(z, codebook)
+        chosen = codebook.levels[codes]
 
     one_over_size = np.float32(1.0 / size)
     if mode.fit == "unit":
         denominator = np.full_like(norm, np.float32(math.sqrt(head_dim) * size))
         word = norm / denominator
     else:
-        chosen = codebook.levels[codes]
         if mode.fit == "least_squares":
             numerator, denominator = tree_sum(y * chosen), tree_sum(chosen * chosen)
         elif mode.fit == "norm_match":
@@ -534,7 +546,6 @@ def encode(
             elif mode.family == "affine4":
                 encoded = _encode_affine4(hadamard(chunk, signs), size)
             else:
-                assert book is not None
                 encoded = _encode_codebook(hadamard(chunk, signs), size, mode, book)
             nan_word = NAN_WORD_16 if mode.word16 else NAN_WORD
             parts.append(_finish(chunk, encoded, mode.bits, nan_word))
@@ -639,6 +650,9 @@ def decode(
                 elif mode.family == "affine4":
                     minimum, step = _affine4_halves(word)
                     rotated = _column(minimum) + codes.astype(np.float32) * _column(step)
+                elif mode.family == "trellis":
+                    levels = oracle_trellis.levels_of(oracle_trellis.CODES[mode.bits], codes)
+                    rotated = _column(_float_of(word)) * levels
                 else:
                     assert book is not None
                     scale = _widened(word) if mode.word16 else _float_of(word)

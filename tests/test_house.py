@@ -35,7 +35,7 @@ LONGER = {
 # Rooms from the ground up: a room imports from lower lines and from itself. The rooms of one line
 # do not know each other.
 FLOORS = (
-    {"codebooks", "rounding", "scale_word"},
+    {"codebooks", "rounding", "scale_word", "trellis"},
     {"modes"},
     {"checks"},
     {"files", "records", "rotary", "tier"},
@@ -73,7 +73,7 @@ HOMES = {
     "rich": ("kvq/cli.py", "kvq/commands/"),
 }
 # The table of modes can be read without torch.
-WITHOUT_TORCH = {"codebooks", "modes", "rounding", "scale_word"}
+WITHOUT_TORCH = {"codebooks", "modes", "rounding", "scale_word", "trellis"}
 # `import kvq` loads none of these.
 HEAVY = ("matplotlib", "pandas", "pyarrow", "rich", "scipy", "transformers", "triton", "typer")
 

@@ -34,6 +34,8 @@ BY_HAND = {
     "smax3": (3, 8, 48, "3.25", "8/3"),
     "smax4": (4, 16, 64, "4.25", "2"),
     "affine4": (4, 16, 64, "4.25", "2"),
+    "trellis2": (2, 4, 32, "2.25", "4"),
+    "trellis3": (3, 8, 48, "3.25", "8/3"),
 }
 FITS = ("", "_unit", "_norm_match", "_unbiased")
 # What a 16-bit word takes off the bits per value at head size 128.
@@ -42,6 +44,7 @@ SEARCHED = {f"{family}{bits}_search" for family in ("lloyd", "smax") for bits in
 NARROW = {
     *(f"lloyd{bits}_{fit}_w16" for bits in (2, 3) for fit in ("norm_match", "unbiased")),
     *(f"smax{bits}_search{fit}_w16" for bits in (2, 3) for fit in ("", *FITS[2:])),
+    *(f"trellis{bits}_{fit}_w16" for bits in (2, 3) for fit in ("norm_match", "unbiased")),
     "lloyd4_w16",
     "smax4_search_w16",
 }
@@ -53,7 +56,7 @@ INT8, INT4, LLOYD2 = (kvq.mode(name) for name in ("int8", "int4", "lloyd2"))
 def by_hand(mode: kvq.Mode) -> tuple[int, int, int, str, str]:
     name = short_name(mode.name).removesuffix("_w16")
     for ending in (*FITS[1:], "_search"):
-        if name.startswith(("lloyd", "smax")):
+        if name.startswith(("lloyd", "smax", "trellis")):
             name = name.removesuffix(ending)
     return BY_HAND[name]
 
@@ -67,6 +70,7 @@ def codebook(num_levels: int, name: str = "mine") -> Codebook:
 def test_the_table_has_the_seed_and_every_fit() -> None:
     expected = {name for name in BY_HAND if not name.startswith("lloyd")}
     expected |= {f"lloyd{bits}{fit}" for bits in (1, 2, 3, 4) for fit in FITS}
+    expected |= {f"trellis{bits}{fit}" for bits in (2, 3) for fit in FITS if fit != "_unit"}
     names = {short_name(name) for name in kvq.MODES}
     assert names >= expected | SEARCHED | NARROW
     for mode in kvq.MODES.values():
@@ -133,14 +137,14 @@ def test_largest_codes() -> None:
         (INT8, {"grid": Grid.E4M3, "bits": 4}, "bits must be 8 for the grid e4m3"),
         (INT8, {"grid": Grid.UNSIGNED}, "grid must be signed or e4m3 for absmax"),
         (INT4, {"grid": Grid.SIGNED}, "grid must be unsigned for zero_range"),
-        (LLOYD2, {"grid": Grid.UNSIGNED}, "grid must be codebook for rms"),
+        (LLOYD2, {"grid": Grid.UNSIGNED}, "grid must be codebook or trellis for rms"),
         (INT8, {"word": StoredWord.FLOAT32_ZERO_POINT}, "word must be float32 for absmax"),
         (INT4, {"word": StoredWord.FLOAT32}, "word must be float32_zero_point for zero_range"),
         (INT4, {"normalization": Normalization.MIN_RANGE}, "word must be float16_pair for"),
         (INT4, {"codebook": codebook(4)}, "codebook must be given for the grid codebook"),
         (LLOYD2, {"codebook": None}, "codebook must be given for the grid codebook"),
-        (INT4, {"scale_fit": kvq.ScaleFit.UNIT}, "scale_fit must be given for the grid codebook"),
-        (LLOYD2, {"scale_fit": None}, "scale_fit must be given for the grid codebook"),
+        (INT4, {"scale_fit": kvq.ScaleFit.UNIT}, "scale_fit must be given for the grids"),
+        (LLOYD2, {"scale_fit": None}, "scale_fit must be given for the grids"),
         (INT4, {"rounding": None}, "rounding must be given for every grid but codebook"),
         (LLOYD2, {"rounding": kvq.Rounding.HALF_EVEN}, "rounding must be given for every grid"),
         (INT8, {"word": StoredWord.FLOAT16}, "word must be float32 for absmax"),

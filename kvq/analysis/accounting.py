@@ -12,6 +12,7 @@ from torch import Tensor
 from kvq.modes import Mode
 from kvq.reference.hadamard import signs
 from kvq.tier import QuantizedKV, new_paged_kv
+from kvq.trellis import state_levels
 
 #: Bytes of one value in the cache that is compared with.
 BASELINE_BYTES = 2
@@ -71,6 +72,8 @@ def shared_tables(mode: Mode, head_dim: int) -> dict[str, Tensor]:
     if mode.codebook is not None:
         tables["levels"] = torch.tensor(mode.codebook.levels)
         tables["thresholds"] = torch.tensor(mode.codebook.thresholds)
+    if mode.trellis is not None:
+        tables["levels"] = torch.tensor(state_levels(mode.trellis))
     return tables
 
 

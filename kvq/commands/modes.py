@@ -107,6 +107,7 @@ def _costs(mode: Mode, head_dim: int) -> tuple[str, ...]:
 
 def _parts(mode: Mode) -> tuple[str, ...]:
     """The cells of `_PART_COLUMNS`."""
+    levels = mode.codebook or mode.trellis
     rotation = "none"
     if mode.rotation is not None:
         rotation = "random Hadamard" if mode.rotation.random_signs else "Hadamard"
@@ -115,7 +116,7 @@ def _parts(mode: Mode) -> tuple[str, ...]:
     return (
         rotation,
         str(mode.normalization),
-        f"{mode.grid}, {mode.rounding}" if mode.codebook is None else str(mode.codebook),
+        f"{mode.grid}, {mode.rounding}" if levels is None else str(levels),
         "" if mode.scale_fit is None else str(mode.scale_fit) + search,
         str(mode.word),
     )

@@ -22,10 +22,13 @@ from kvq.kernels.attention_tile import LOG2_E
 from kvq.kernels.merge import merge_attention
 from kvq.kernels.operand_layout import check_operand_layout
 from kvq.kernels.operands import SideSpec, side_spec
+from kvq.kernels.trellis_operands import window_table
 from kvq.tier import AttentionFeatures, AttentionOutput, PagedKV, as_hnd, check_attention
 
 __all__ = ["merge_attention", "paged_attention"]
 
+#: The kinds of operands that take many registers.
+CROWDED = {"halves", "labels", "states"}
 #: Half an ulp of 1.0: what a codebook's levels are measured against.
 ACCURACY = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
 
@@ -38,7 +41,9 @@ def _unit_bytes(codes: Tensor) -> int:
 
 @lru_cache(maxsize=64)
 def _level_table(side: SideSpec, device: torch.device) -> Tensor:
-    """Levels by code, for look-ups in memory; else a placeholder."""
+    """Levels by code or by window, for look-ups in memory; else a placeholder."""
+    if side.trellis is not None and side.kind == "states":
+        return window_table(side.trellis, device)
     levels = side.levels if side.kind == "table" else (0.0,)
     return torch.tensor(levels, dtype=torch.float32, device=device)
 
@@ -127,7 +132,7 @@ def paged_attention(
         max(head_dim, value_dim),
         (keys.padded, value_side.padded),
         wide=wide,
-        crowded="halves" in (keys.kind, value_side.kind) or value_side.streams > 8,
+        crowded=bool(CROWDED & {keys.kind, value_side.kind}) or value_side.streams > 8,
     ):
         # Where queries are few their digits cost nothing, and integers are had for less than
         # float16 numbers. Many queries are float16 numbers; one will do for a bfloat16 query.

@@ -379,8 +379,14 @@ def attend_kernel(
     key_words_strides = (KEY_WORDS_BLOCK, KEY_WORDS_TOKEN)
     value_words_strides = (VALUE_WORDS_BLOCK, VALUE_WORDS_TOKEN)
     sides = (
-        (key_at, key_high_at, key_live, unit[None, :]),
-        (value_at, value_high_at, value_live, by_channel(value_unit, SPEC)),
+        (key_at, key_high_at, key_live, unit[None, :], ((unit + 1) % KC)[None, :]),
+        (
+            value_at,
+            value_high_at,
+            value_live,
+            by_channel(value_unit, SPEC),
+            by_channel((value_unit + 1) % VC, SPEC),
+        ),
     )
     for i in tl.range(0, before + after, num_stages=1):
         t = tl.where(i < before, start + i * TILE, whole_end + (i - before) * TILE)

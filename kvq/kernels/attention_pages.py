@@ -181,7 +181,10 @@ def load_side(
     WHOLE: tl.constexpr = pick(SIDE, "count") == pick(SIDE, "padded")
     ONE_PAGE: tl.constexpr = pick(SPEC, "one_page")
     UNIT: tl.constexpr = pick(SIDE, "unit_bytes")
-    at, high_at, live, unit = side
+    at, high_at, live, unit, next_unit = side
+    KIND: tl.constexpr = pick(SIDE, "kind")
+    step = next_unit - unit
+    high_step = next_unit * UNIT // 2 - unit * UNIT // 2
     tiles = ()
     highs = ()
     for i in tl.static_range(pick(SPEC, "tile") // pick(SPEC, "piece")):
@@ -194,6 +197,19 @@ def load_side(
             high = _load(high_at, row * UNIT, live, ONE_PAGE, AXIS, WHOLE).to(tl.int16)
             if UNIT == 1:
                 high = high >> (unit % 2 * 4)
+        if KIND == "labels":
+            high = _load(at + step, row, live, ONE_PAGE, AXIS, WHOLE)
+        if KIND == "states":
+            # Each integer with the one after it above.
+            near = _load(at + step, row, live, ONE_PAGE, AXIS, WHOLE)
+            x = (x.to(tl.int32) & ((1 << 8 * UNIT) - 1)) | (near.to(tl.int32) << (8 * UNIT))
+            if pick(SIDE, "bits") == 3:
+                near = _load(high_at + high_step, row * UNIT, live, ONE_PAGE, AXIS, WHOLE)
+                near = near.to(tl.int32)
+                if UNIT == 1:
+                    near = near >> (next_unit % 2 * 4)
+                BELOW: tl.constexpr = (1 << pick(SIDE, "streams")) - 1
+                high = (high.to(tl.int32) & BELOW) | (near << pick(SIDE, "streams"))
         tiles = tiles + (x,)
         highs = highs + (high,)
     return tiles, highs

@@ -21,6 +21,7 @@ from kvq.kernels.quantize import (
     store_codes,
 )
 from kvq.kernels.rows import load_rows, pick
+from kvq.kernels.trellis import load_states, trellis_states_of
 from kvq.tier import PagedKV, as_hnd, check_block_pairs, check_cache_write
 
 #: Up to this many tokens a program looks for a later token with its slot by itself, and the write
@@ -62,6 +63,7 @@ def _write_side(
     codes_ptr,
     words_ptr,
     table_ptr,
+    states_ptr,
     slot_ptr,
     claims_ptr,
     x_token,
@@ -84,19 +86,25 @@ def _write_side(
     WIDTH: tl.constexpr,
     TILES: tl.constexpr,
 ):
+    D: tl.constexpr = pick(SPEC, "head_dim")
+    C: tl.constexpr = pick(SPEC, "padded")
     head = tl.program_id(1).to(tl.int64)
     # Not pipelined: an asynchronous copy would land where a thread cannot read its row at once.
     for tile in tl.range(0, TILES, num_stages=1):
         token = (tl.program_id(0) * TILES + tile) * R + tl.arange(0, R)
         live = token < num_tokens
         base = x_ptr + token.to(tl.int64) * x_token + head * x_head
-        x = load_rows(base, live, pick(SPEC, "head_dim"), pick(SPEC, "padded"))
+        x = load_rows(base, live, D, C)
         slot = tl.load(slot_ptr + token, mask=live, other=-1).to(tl.int64)
         live = live & (slot >= 0) & (slot < num_slots)
         live = live & _last_writer(
             slot, token, live, slot_ptr, claims_ptr, num_tokens, SCAN, WIDTH
         )
-        first, second, word = encode_rows(x, table_ptr, SPEC, R, CAST)
+        states = live
+        if pick(SPEC, "grid") == "trellis":
+            at = states_ptr + (token.to(tl.int64) * tl.num_programs(1) + head) * D
+            states = load_states(at, token < num_tokens, D, C)
+        first, second, word = encode_rows(x, states, table_ptr, SPEC, R, CAST)
         # In range, so 32 bits hold it; offsets take 64.
         place = tl.where(live, slot, 0).to(tl.int32)
         block = (place // block_size).to(tl.int64)
@@ -138,6 +146,8 @@ def _reshape_and_cache_kernel(
     value_words_ptr,
     key_table_ptr,
     value_table_ptr,
+    key_states_ptr,
+    value_states_ptr,
     slot_ptr,
     claims_ptr,
     key_token,
@@ -180,6 +190,7 @@ def _reshape_and_cache_kernel(
             key_codes_ptr if is_key else value_codes_ptr,
             key_words_ptr if is_key else value_words_ptr,
             key_table_ptr,
+            key_states_ptr if is_key else value_states_ptr,
             slot_ptr,
             claims_ptr,
             key_token if is_key else value_token,
@@ -208,6 +219,7 @@ def _reshape_and_cache_kernel(
             key_codes_ptr,
             key_words_ptr,
             key_table_ptr,
+            key_states_ptr,
             slot_ptr,
             claims_ptr,
             key_token,
@@ -236,6 +248,7 @@ def _reshape_and_cache_kernel(
             value_codes_ptr,
             value_words_ptr,
             value_table_ptr,
+            value_states_ptr,
             slot_ptr,
             claims_ptr,
             value_token,
@@ -271,8 +284,8 @@ def reshape_and_cache(
 ) -> None:
     """Triton mirror of `kvq.reference.reshape_and_cache`; the same bits.
 
-    One launch for up to 256 tokens, three beyond it. No host synchronization unless `check` is on,
-    so it can be captured in a CUDA graph.
+    One launch for up to 256 tokens, three beyond it, and two more for each side with a trellis. No
+    host synchronization unless `check` is on, so it can be captured in a CUDA graph.
     """
     launch.check_device("key", key)
     check_cache_write(key, value, key_cache, value_cache, slot_mapping, check)
@@ -290,12 +303,13 @@ def reshape_and_cache(
     scan = num_tokens <= MOST_TOKENS_TO_SCAN
     claims = slot_mapping if scan else _claims(slot_mapping, num_slots)
     keys, values = sides
-    one_path = keys.fixed == values.fixed and key_cache.mode.codebook == value_cache.mode.codebook
+    one_path = keys.fixed == values.fixed and keys.tables == values.tables
     _reshape_and_cache_kernel[(triton.cdiv(num_tokens, tokens), num_heads, 2)](
         *(side.rows for side in sides),
         *(side.codes.view(launch.UNIT_DTYPES[side.unit]) for side in sides),
         *(launch.word_bits(side.words) for side in sides),
         *(codebook_table(side.mode, key.device) for side in sides),
+        *(trellis_states_of(side.rows, side.mode, side.spec) for side in sides),
         slot_mapping,
         claims,
         *(stride for side in sides for stride in side.rows.stride()[:2]),
@@ -333,6 +347,7 @@ class _Side:
         self.spec = row_spec(cache.mode, head_dim, self.tile.padded, rows.dtype)
         self.unit = launch.store_unit(cache.mode, head_dim, self.codes)
         self.align = launch.store_alignment(self.codes, self.unit)
+        self.tables = (cache.mode.codebook, cache.mode.trellis)
         self.fixed = (self.spec, self.tile, self.unit, self.align, rows.dtype)
 
     def cache_strides(self) -> tuple[int, ...]:

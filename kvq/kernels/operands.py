@@ -24,8 +24,10 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.rows import pick
+from kvq.kernels.trellis_operands import labels_ptx, trellis_kind, window_index
 from kvq.modes import Grid, Mode
 from kvq.scale_word import StoredWord
+from kvq.trellis import Trellis
 
 #: The largest relative error of the levels at which a byte per level will do, as a share of the
 #: rounding of the query's own dtype.
@@ -51,7 +53,7 @@ class SideSpec:
     #: Integers of a row, and the same padded for a matrix product.
     count: int
     padded: int
-    #: `affine`, `e4m3`, `bytes`, `halves`, `levels`, `table`.
+    #: `affine`, `e4m3`, `bytes`, `halves`, `levels`, `table`; `labels` and `states` of a trellis.
     kind: str
     #: Bits of a code that are turned over: the sign bit of two's complement.
     flip: int
@@ -68,6 +70,8 @@ class SideSpec:
     fold: float
     #: Whether codes become 8-bit integers, and queries sums of 8-bit digits.
     digits: bool
+    #: Whose codes they are.
+    trellis: Trellis | None
 
     @property
     def partial(self) -> int:
@@ -180,6 +184,8 @@ def side_spec(
         kind, unit, offset = "affine", affine, 128 / affine
     elif mode.grid is Grid.E4M3:
         kind, unit = "e4m3", 256.0
+    elif mode.trellis is not None:
+        kind, unit, offset, levels = trellis_kind(mode.trellis, streams, unit_bytes, ptx)
     elif mode.codebook is None:
         kind, unit = "affine", affine
     else:
@@ -215,6 +221,7 @@ def side_spec(
         levels=levels,
         fold=1.0 if mode.folds_gain else 1.0 / mode.gain(head_dim),
         digits=digits,
+        trellis=mode.trellis,
     )
 
 
@@ -400,7 +407,13 @@ def _level_operand(
 ):
     """Levels of a codebook."""
     KIND: tl.constexpr = pick(SPEC, "kind")
-    if KIND == "bytes":
+    if KIND == "labels":
+        y = tl.inline_asm_elementwise(
+            labels_ptx(SPEC, J), "=r,r,r", [x, high], dtype=tl.float16, is_pure=True, pack=2
+        )
+    elif KIND == "states":
+        y = tl.load(table_ptr + window_index(x, high, SPEC, J))
+    elif KIND == "bytes":
         y = _in_pairs(x, _bytes_ptx(SPEC, J))
     elif KIND == "halves" and pick(SPEC, "bits") == 3:
         y = tl.inline_asm_elementwise(
@@ -427,8 +440,9 @@ def operands(x, high, table_ptr, SPEC: tl.constexpr, PTX: tl.constexpr, WIDE: tl
 
     Args:
         x: int16 integers (of 8 or 16 bits), each the codes of neighboring channels.
-        high: Of three-bit codes, the high bits of the same channels; otherwise anything.
-        table_ptr: Levels by code, for the kind `table`.
+        high: Of three-bit codes, the high bits of the same channels; for the kind `labels`, the
+            integers after those of `x`; otherwise anything.
+        table_ptr: Levels by code, for the kind `table`; by window, for the kind `states`.
         SPEC: A `SideSpec`.
         PTX: Two values at a time.
         WIDE: Float64 operands, of the same numbers.

@@ -32,7 +32,7 @@ from kvq.kernels.codebook import (
     renewed,
     table_size,
 )
-from kvq.kernels.hadamard import rotate, sign_words, unrotate
+from kvq.kernels.hadamard import sign_words, unrotate
 from kvq.kernels.packing import join_words, load_code, pack_words, words_of
 from kvq.kernels.rounding import (
     GUESS_BIAS,
@@ -63,11 +63,17 @@ from kvq.kernels.scaling import (
     floored_scale,
     half_bits,
     reciprocal,
-    round_to_bfloat16,
     round_to_float16,
     truncate_scale,
 )
-from kvq.modes import Mode, Rotation
+from kvq.kernels.trellis import (
+    level_table,
+    load_states,
+    rotate_input,
+    trellis_codes,
+    trellis_states_of,
+)
+from kvq.modes import LEVEL_GRIDS, Mode, Rotation
 from kvq.rounding import Rounding
 from kvq.tier import QuantizedKV, word_dtype
 
@@ -117,6 +123,8 @@ class RowSpec:
     guess: tuple[float, ...]
     #: Inline PTX.
     ptx: bool
+    #: Channels of a state of a trellis.
+    window: int
 
 
 def guess_index(
@@ -173,7 +181,7 @@ def row_spec(mode: Mode, head_dim: int, padded: int, dtype: torch.dtype) -> RowS
         signs=() if rotation is None else sign_words(head_dim, rotation, padded),
         round_to=str(dtype).removeprefix("torch.") if rounds_input else "",
         folds_gain=mode.folds_gain,
-        signed_zero=rotation is None and mode.codebook is None,
+        signed_zero=rotation is None and mode.grid not in LEVEL_GRIDS,
         fold=1.0 / gain,
         root=to_float32(math.sqrt(head_dim)),
         root_gain=to_float32(math.sqrt(head_dim) * gain),
@@ -182,12 +190,18 @@ def row_spec(mode: Mode, head_dim: int, padded: int, dtype: torch.dtype) -> RowS
         num_levels=len(levels),
         guess=guess,
         ptx=launch.has_shuffle(),
+        window=0 if mode.trellis is None else mode.trellis.window,
     )
 
 
 @lru_cache(maxsize=256)
 def codebook_table(mode: Mode, device: torch.device) -> Tensor:
-    """`[2, table_size]` float32: the levels, and then the thresholds; the last repeats."""
+    """`[2, table_size]` float32: the levels, and then the thresholds; the last repeats.
+
+    Of a trellis, the levels by state.
+    """
+    if mode.trellis is not None:
+        return level_table(mode.trellis, device)
     if mode.codebook is None:
         return torch.zeros(1, dtype=torch.float32, device=device)
     size = table_size(mode.bits)
@@ -274,6 +288,7 @@ def _range_codes(y, multiplier, offset, SPEC: tl.constexpr):
 @triton.jit
 def _encode_parts(
     parts,
+    states,
     multiplier,
     offset,
     gain,
@@ -286,6 +301,7 @@ def _encode_parts(
 
     Of three bits there are two words, of every other packing one, the second tuple empty. Sums are
     of `y * c` and `c * c`, with `c` the levels of the codes; what is not needed is `multiplier`.
+    `states` are parts of a trellis; else anything.
     """
     PART: tl.constexpr = pick(SPEC, "part")
     N: tl.constexpr = pick(SPEC, "padded") // PART
@@ -293,6 +309,7 @@ def _encode_parts(
     BIAS: tl.constexpr = GUESS_BIAS if len(pick(SPEC, "guess")) > 0 else 0
     GRID: tl.constexpr = pick(SPEC, "grid")
     FIT: tl.constexpr = pick(SPEC, "scale_fit")
+    LEVELS: tl.constexpr = FIT != "None"
     SEARCHES: tl.constexpr = count_gains(SPEC) > 0
     first = ()
     second = ()
@@ -300,8 +317,11 @@ def _encode_parts(
     cc = ()
     for i in tl.static_range(N):
         y = parts[i]
-        if GRID == "codebook":
-            codes, levels = codebook_codes(y, multiplier, gain, table_ptr, SPEC, i)
+        if LEVELS:
+            if GRID == "trellis":
+                codes, levels = trellis_codes(states[i], table_ptr, SPEC, i)
+            else:
+                codes, levels = codebook_codes(y, multiplier, gain, table_ptr, SPEC, i)
             if SEARCHES:
                 yc = yc + (made_here(fold_add(y * levels, PART, R), SPEC),)
                 cc = cc + (made_here(fold_add(levels * levels, PART, R), SPEC),)
@@ -352,7 +372,7 @@ def _search_gains(
     for i in tl.range(0, count_gains(SPEC), num_stages=1, loop_unroll_factor=1):
         factor = renewed(multiplier, SPEC)
         new_first, new_second, new_yc, new_cc = _encode_parts(
-            parts, factor, factor, gain_at(i, SPEC), table_ptr, SPEC, R, CAST
+            parts, parts, factor, factor, gain_at(i, SPEC), table_ptr, SPEC, R, CAST
         )
         merit = divide(new_yc * new_yc, new_cc)
         better = (merit > best) & (new_cc != 0.0)
@@ -366,8 +386,10 @@ def _search_gains(
 
 
 @triton.jit
-def encode_rows(x, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.constexpr):
+def encode_rows(x, states, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.constexpr):
     """Words of packed codes and the bits of the stored words of rows `[C, R]`.
+
+    `states` `[C, R]` are those of a trellis; else anything.
 
     Returns:
         For each stored segment `[R, segment words]` int32 (three bits have two segments, every
@@ -379,13 +401,9 @@ def encode_rows(x, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.cons
     BITS: tl.constexpr = pick(SPEC, "bits")
     SEARCHES: tl.constexpr = count_gains(SPEC) > 0
     GRID: tl.constexpr = pick(SPEC, "grid")
-    if pick(SPEC, "rounds") > 0:
-        x = rotate(x, SPEC, R)
-    if pick(SPEC, "round_to") == "float16":
-        x = round_to_float16(x)
-    elif pick(SPEC, "round_to") == "bfloat16":
-        x = round_to_bfloat16(x)
-    if GRID == "codebook":
+    LEVELS: tl.constexpr = pick(SPEC, "scale_fit") != "None"
+    x = rotate_input(x, SPEC, R)
+    if LEVELS:
         squares = fold_add(x * x, C, R)
         multiplier, unit = codebook_scale(x, squares, SPEC, R)
     elif GRID == "unsigned":
@@ -395,13 +413,16 @@ def encode_rows(x, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.cons
     if GRID != "unsigned":
         offset = multiplier
     parts = split_parts(x, PART, C, R)
+    state_parts = parts
+    if GRID == "trellis":
+        state_parts = split_parts(states, PART, C, R)
     if SEARCHES:
         first, second, yc, cc = _search_gains(parts, multiplier, table_ptr, SPEC, R, CAST)
     else:
         first, second, yc, cc = _encode_parts(
-            parts, multiplier, offset, 1.0, table_ptr, SPEC, R, CAST
+            parts, state_parts, multiplier, offset, 1.0, table_ptr, SPEC, R, CAST
         )
-    if GRID == "codebook":
+    if LEVELS:
         scale, empty = fitted_scale(squares, unit, yc, cc, SPEC)
         if pick(SPEC, "word") == "float16":
             scale = round_to_float16(scale)
@@ -444,6 +465,7 @@ def _quantize_kernel(
     codes_ptr,
     words_ptr,
     table_ptr,
+    states_ptr,
     num_rows,
     row_stride,
     SPEC: tl.constexpr,
@@ -457,7 +479,10 @@ def _quantize_kernel(
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     live = row < num_rows
     x = load_rows(x_ptr + row * row_stride, live, D, C)
-    first, second, word = encode_rows(x, table_ptr, SPEC, R, CAST)
+    states = row
+    if pick(SPEC, "grid") == "trellis":
+        states = load_states(states_ptr + row * D, live, D, C)
+    first, second, word = encode_rows(x, states, table_ptr, SPEC, R, CAST)
     store_codes(codes_ptr + row * (D * BITS // 8 // UNIT), first, second, live, SPEC, UNIT)
     tl.store(words_ptr + row, word.to(words_ptr.dtype.element_ty), mask=live)
 
@@ -483,6 +508,7 @@ def quantize(x: Tensor, mode: Mode) -> QuantizedKV:
             codes.view(launch.UNIT_DTYPES[unit]),
             launch.word_bits(words),
             codebook_table(mode, x.device),
+            trellis_states_of(flat[:, None], mode, spec),
             len(flat),
             flat.stride(0),
             SPEC=spec,
@@ -518,6 +544,7 @@ def _dequantize_kernel(
     D: tl.constexpr = pick(SPEC, "head_dim")
     C: tl.constexpr = pick(SPEC, "padded")
     GRID: tl.constexpr = pick(SPEC, "grid")
+    BITS: tl.constexpr = pick(SPEC, "bits")
     WORD: tl.constexpr = pick(SPEC, "word")
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     live = row < num_rows
@@ -528,7 +555,7 @@ def _dequantize_kernel(
         codes_ptr + (row * codes_stride)[None, :],
         channel,
         live[None, :] & (channel < D),
-        pick(SPEC, "bits"),
+        BITS,
         D,
     )
     if WORD == "float32_zero_point":
@@ -539,6 +566,18 @@ def _dequantize_kernel(
         y = ((code << 24) >> 24).to(tl.float32) * scale[None, :]
     elif GRID == "e4m3":
         y = decode_e4m3(code) * scale[None, :]
+    elif GRID == "trellis":
+        state = code
+        for j in tl.static_range(1, pick(SPEC, "window")):
+            after = load_code(
+                codes_ptr + (row * codes_stride)[None, :],
+                (channel + j) % D,
+                live[None, :] & (channel < D),
+                BITS,
+                D,
+            )
+            state = state + (after << (BITS * j))
+        y = tl.load(table_ptr + state) * scale[None, :]
     else:
         y = tl.load(table_ptr + code) * scale[None, :]
     if pick(SPEC, "rounds") > 0:

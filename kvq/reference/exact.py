@@ -16,6 +16,7 @@ from kvq.reference import scaling
 from kvq.reference.hadamard import unrotate
 from kvq.reference.packing import unpack_codes
 from kvq.reference.rounding import decode_e4m3
+from kvq.reference.trellis import level_table, trellis_states
 from kvq.scale_word import StoredWord
 from kvq.tier import word_dtype
 
@@ -70,6 +71,9 @@ def _numbers(codes: Tensor, mode: Mode) -> Tensor:
         return codes.view(torch.int8).to(torch.float64)
     if mode.grid is Grid.E4M3:
         return decode_e4m3(codes).to(torch.float64)
+    if mode.trellis is not None:
+        table = level_table(mode.trellis, codes.device, torch.float64)
+        return table[trellis_states(codes, mode.trellis)]
     assert mode.codebook is not None
     levels = torch.tensor(mode.codebook.levels, dtype=torch.float64, device=codes.device)
     return levels[codes.to(torch.int64).clamp_max(len(levels) - 1)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvq.checks import check_dtype, check_input, check_tensor
 from kvq.codebooks import Codebook
-from kvq.modes import Grid, Mode, Normalization, ScaleFit
+from kvq.modes import LEVEL_GRIDS, Grid, Mode, Normalization, ScaleFit
 from kvq.reference import scaling
 from kvq.reference.hadamard import rotate, tree_sum, unrotate
 from kvq.reference.packing import pack_codes, unpack_codes
@@ -26,6 +26,7 @@ from kvq.reference.rounding import (
     half_away,
     stochastic,
 )
+from kvq.reference.trellis import level_table, trellis_codes, trellis_states
 from kvq.scale_word import NAN_WORD, SMALLEST_NORMAL, StoredWord
 from kvq.tier import QuantizedKV, word_dtype
 
@@ -193,8 +194,7 @@ def _encode_min_range(y: Tensor, mode: Mode, rounder: Rounder) -> tuple[Tensor, 
 
 
 def _encode_codebook(y: Tensor, mode: Mode, rounder: Rounder) -> tuple[Tensor, Tensor]:
-    del rounder  # a codebook compares with thresholds
-    assert mode.codebook is not None
+    del rounder  # a codebook compares with thresholds, a trellis is searched
     head_dim = y.shape[-1]
     squares = tree_sum(y * y)
     norm = scaling.square_root(squares)
@@ -211,7 +211,10 @@ def _encode_codebook(y: Tensor, mode: Mode, rounder: Rounder) -> tuple[Tensor, T
     if mode.gains:
         gains, none = _best_gains(y, z, mode)
         z, zero = z * gains[:, None], zero | none
-    codes = _count_thresholds(z, mode.codebook)
+    if mode.trellis is not None:
+        codes = trellis_codes(z, mode.trellis)
+    else:
+        codes = _count_thresholds(z, mode.codebook)
     words, denominator = _fit_word(y, codes, squares, norm, unit, mode)
     zero |= denominator == 0.0
     if mode.word is StoredWord.FLOAT16:
@@ -245,11 +248,11 @@ def _best_gains(y: Tensor, z: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
 def _fit_word(
     y: Tensor, codes: Tensor, squares: Tensor, norm: Tensor, unit: Tensor, mode: Mode
 ) -> tuple[Tensor, Tensor]:
-    """The words of codebook rows, 1/N folded in, and the denominators of the fit."""
+    """The words of rows of levels, 1/N folded in, and the denominators of the fit."""
     fold = 1.0 / mode.gain(y.shape[-1])
     if mode.scale_fit is ScaleFit.UNIT:
         return unit, torch.ones_like(unit)
-    c = _levels(mode, y.device)[codes.to(torch.int32)]
+    c = _numbers(codes, mode)
     if mode.scale_fit is ScaleFit.LEAST_SQUARES:
         numerator, denominator = tree_sum(y * c), tree_sum(c * c)
     elif mode.scale_fit is ScaleFit.NORM_MATCH:
@@ -259,8 +262,9 @@ def _fit_word(
     return (numerator / denominator) * fold, denominator
 
 
-def _count_thresholds(z: Tensor, codebook: Codebook) -> Tensor:
+def _count_thresholds(z: Tensor, codebook: Codebook | None) -> Tensor:
     """For each `z` the number of thresholds `t` with `z >= t`: its code, uint8."""
+    assert codebook is not None
     thresholds = torch.tensor(codebook.thresholds, dtype=torch.float32, device=z.device)
     return torch.bucketize(z, thresholds, out_int32=True, right=True).to(torch.uint8)
 
@@ -287,7 +291,7 @@ def _decode_rows(codes: Tensor, words: Tensor, mode: Mode) -> Tensor:
         if not mode.folds_gain:
             y = y * (1.0 / mode.gain(y.shape[-1]))
         y = unrotate(y, mode.rotation)
-    if mode.rotation is not None or mode.codebook is not None:
+    if mode.rotation is not None or mode.grid in LEVEL_GRIDS:
         y = y + 0.0
     nan = torch.full((), NAN_WORD, dtype=torch.int32, device=y.device).view(torch.float32)
     return torch.where(scaling.is_nan_row(words, mode)[:, None], nan, y)
@@ -299,6 +303,8 @@ def _numbers(codes: Tensor, mode: Mode) -> Tensor:
         return codes.view(torch.int8).to(torch.float32)
     if mode.grid is Grid.E4M3:
         return decode_e4m3(codes)
+    if mode.trellis is not None:
+        return level_table(mode.trellis, codes.device)[trellis_states(codes, mode.trellis)]
     return _levels(mode, codes.device)[codes.to(torch.int32)]
 
 

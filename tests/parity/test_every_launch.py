@@ -44,6 +44,9 @@ def padded_pages(launch: Launch, tokens: int, heads: int) -> tuple[PagedKV, Tens
 def assert_parity(launch: Launch) -> None:
     """Quantized, dequantized, and written to padded pages in reverse order."""
     x = launch.x(DEVICE)
+    if launch.mode.trellis is not None and DEVICE == "cpu":
+        # The interpreter searches some 30 rows a second.
+        x = x[:4, :2]
     want = reference.quantize(x, launch.mode)
     got = kernels.quantize(x, launch.mode)
     assert_bit_exact(got.codes, want.codes, "codes")

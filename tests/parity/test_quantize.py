@@ -37,7 +37,9 @@ def assert_parity(x: Tensor, mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=str)
 def test_planted_rows(mode: Mode) -> None:
-    assert_parity(planted_rows(0, 512, 128, device=DEVICE), mode)
+    # The interpreter searches some 30 rows a second.
+    count = 512 if mode.trellis is None or DEVICE == "cuda" else 40
+    assert_parity(planted_rows(0, count, 128, device=DEVICE), mode)
 
 
 @pytest.mark.slow

@@ -1,0 +1,150 @@
+"""Operands of a matrix product from the packed codes of a trellis.
+
+A state takes codes of an integer and of the one after it, cyclically. There are two ways to its
+level. `labels`: where the masks allow, the labels of sixteen channels are made at once, by shifts
+and exclusive ors of whole registers of codes, and looked up by byte permutations. `states`: one
+window at a time, looked up in memory.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvq.kernels.rows import pick
+from kvq.trellis import Trellis, state_steps
+
+#: The largest step of a byte that is a subnormal float16 in pairs of zero and itself.
+_MOST_BYTE_STEP = 127
+
+
+@triton.constexpr_function
+def plane_shifts(trellis):
+    """The right shifts whose exclusive or is the low crumb of every label, and the high crumb.
+
+    `None` unless each crumb's upper bit has the mask of its lower bit, one place on.
+    """
+    if trellis.bits != 2 or len(trellis.masks) != 4:
+        return None
+    low, low_next, high, high_next = trellis.masks
+    if low_next != low << 1 or high_next != high << 1:
+        return None
+    return tuple([t for t in range(16) if mask >> t & 1] for mask in (low, high))
+
+
+def trellis_kind(
+    trellis: Trellis, streams: int, unit_bytes: int, ptx: bool
+) -> tuple[str, float, float, tuple[float, ...]]:
+    """Kind, unit, offset and operands by label (for `labels`) of a side's levels.
+
+    Raises:
+        ValueError: A window reaches beyond the next integer.
+    """
+    if streams - 1 + trellis.window > 2 * streams:
+        raise ValueError(
+            f"codes must lie in rows of an even number of bytes for a trellis with a window of "
+            f"{trellis.window} channels, got rows on odd bytes"
+        )
+    odd = all(step % 2 and abs(step) <= _MOST_BYTE_STEP for step in trellis.steps)
+    if ptx and unit_bytes == 2 and odd and plane_shifts(trellis) is not None:
+        # A byte is an integer of 0 to 127, the bits of a subnormal float16.
+        integers = tuple(float((step + _MOST_BYTE_STEP) // 2) for step in trellis.steps)
+        scale = 2.0**24
+        return "labels", 2 * trellis.unit * scale, _MOST_BYTE_STEP / 2 / scale, integers
+    return "states", trellis.unit, 0.0, ()
+
+
+@lru_cache(maxsize=64)
+def window_table(trellis: Trellis, device: torch.device) -> Tensor:
+    """`[2 ** window_bits]` float32: the step of each window, as `window_index` counts them."""
+    steps = state_steps(trellis)
+    if trellis.bits == 3:
+        m = trellis.window
+        steps = tuple(
+            steps[
+                sum(
+                    ((index >> 2 * j & 3) | (index >> (2 * m + j) & 1) << 2) << 3 * j
+                    for j in range(m)
+                )
+            ]
+            for index in range(trellis.num_states)
+        )
+    return torch.tensor(steps, dtype=torch.float32, device=device)
+
+
+@triton.constexpr_function
+def _window(spec):
+    return spec.trellis.window
+
+
+@triton.jit
+def window_index(x, high, SPEC: tl.constexpr, J: tl.constexpr):
+    """Where the level of the channel of stream `J` is in `window_table`.
+
+    Args:
+        x: Codes, or their low crumbs, of an integer and of the next one above it.
+        high: The high bits of three-bit codes in the same order.
+        SPEC: A `SideSpec`.
+        J: The stream.
+    """
+    M: tl.constexpr = _window(SPEC)
+    index = (x >> (2 * J)) & ((1 << (2 * M)) - 1)
+    if pick(SPEC, "bits") == 3:
+        index = index | (((high >> J) & ((1 << M) - 1)) << (2 * M))
+    return index
+
+
+@triton.constexpr_function
+def _shifted(name, shift):
+    """Both halves of `$1` moved right, with what follows them in `$2`."""
+    if shift == 0:
+        return f"mov.b32 {name}, $1; "
+    if shift == 8:
+        return f"prmt.b32 {name}, $1, $2, 0x6341; "
+    kept = (0xFFFF >> shift) * 0x10001
+    return (
+        f"shr.u32 {name}, $1, {shift}; shl.b32 u, $2, {16 - shift}; "
+        f"lop3.b32 {name}, {name}, u, {kept:#x}, 0xe4; "
+    )
+
+
+@triton.constexpr_function
+def labels_ptx(spec, stream):
+    """Levels of one stream of two integers: bytes that are looked up four at a time.
+
+    `p` and `q` hold the low and the high crumb of the label of every channel, where its code is in
+    `$1`; `s` the labels of the channels of one parity as nibbles; `l` and `h` what their three
+    low bits choose from both halves of the table, and `g` which half it is.
+    """
+    body = "{ .reg .b32 p, q, t, u, s, m, z, g, l, h; "
+    for name, shifts in zip("pq", plane_shifts(spec.trellis), strict=True):
+        body += _shifted(name, shifts[0])
+        for shift in shifts[1:]:
+            body += _shifted("t", shift) + f"xor.b32 {name}, {name}, t; "
+    # The low crumb, where the mask has bits, and the high one elsewhere.
+    if stream % 2:
+        body += "shr.u32 p, p, 2; "
+    else:
+        body += "shl.b32 q, q, 2; "
+    body += "lop3.b32 s, p, q, 0x33333333, 0xe4; shl.b32 z, s, 4; and.b32 m, s, 0x77777777; "
+    # Four nibbles are one integer; channels of one parity are four.
+    nibble = stream // 2
+    table = [int(level) for level in spec.levels]
+    parts = [sum(table[i + n] << 8 * n for n in range(4)) for i in range(0, 16, 4)]
+    for half, word in enumerate(("a", "b")):
+        body += f".reg .b32 {word}; "
+        if half:
+            body += "shr.u32 m, m, 16; "
+        body += (
+            f"prmt.b32 g, z, s, {(0xD9C8, 0xFBEA)[half]:#x}; "
+            f"prmt.b32 l, {parts[0]:#x}, {parts[1]:#x}, m; "
+            f"prmt.b32 h, {parts[2]:#x}, {parts[3]:#x}, m; "
+            f"lop3.b32 {word}, g, h, l, 0xca; "
+        )
+    # A byte below 128 chosen by its sign is the zero byte that a subnormal needs.
+    last = nibble | 8 + nibble << 4 | 4 + nibble << 8 | 12 + nibble << 12
+    return body + f"prmt.b32 $0, a, b, {last:#x}; }}"

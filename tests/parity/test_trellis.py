@@ -1,0 +1,177 @@
+"""Trellis codes in the kernel tier: the search, and the operands that attention makes of codes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvq import reference
+from kvq.analysis.planted_rows import planted_rows, random_rows
+from kvq.modes import MODES, Grid, Mode
+from kvq.modes import mode as find_mode
+from kvq.tier import new_paged_kv
+from kvq.trellis import TRELLISES
+from tests.attention_budget import assert_within_budget
+from tests.attention_cases import INT4, make_batch
+from tests.compare import assert_bit_exact
+
+kernels = pytest.importorskip("kvq.kernels")
+launch = pytest.importorskip("kvq.kernels.launch")
+operands = pytest.importorskip("kvq.kernels.operands")
+trellis_operands = pytest.importorskip("kvq.kernels.trellis_operands")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TRELLIS_MODES = [mode for mode in MODES.values() if mode.grid is Grid.TRELLIS]
+TRELLIS2, TRELLIS3 = find_mode("trellis2"), find_mode("trellis3")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 64])
+@pytest.mark.parametrize("mode", TRELLIS_MODES, ids=str)
+def test_search_and_decode(mode: Mode, head_dim: int) -> None:
+    rows = torch.cat([planted_rows(0, 20, head_dim), random_rows(0, 9, head_dim)]).to(DEVICE)
+    want = reference.quantize(rows, mode)
+    got = kernels.quantize(rows, mode)
+    assert_bit_exact(got.codes, want.codes, "codes")
+    assert_bit_exact(got.words, want.words, "words")
+    assert_bit_exact(
+        kernels.dequantize(*want, mode, head_dim), reference.dequantize(*want, mode, head_dim)
+    )
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_equal_candidates_take_the_lowest(bits: int) -> None:
+    """All numbers on a grid and levels too: most costs meet others that are equal."""
+    trellis = next(row for row in TRELLISES.values() if row.bits == bits)
+    count = len(trellis.steps)
+    steps = tuple(2 * (i % 4) - 3 for i in range(count))
+    even = replace(trellis, name="even", steps=steps, unit=0.5)
+    mode = replace(find_mode(f"trellis{bits}"), name="even", trellis=even, rotation=None)
+    signs = torch.tensor([1.0, -1.0])[torch.randint(2, (12, 32), generator=_generator())]
+    want = reference.quantize(signs.to(DEVICE), mode)
+    assert_bit_exact(kernels.quantize(signs.to(DEVICE), mode).codes, want.codes)
+
+
+@pytest.mark.parametrize("modes", [("trellis2", "lloyd2"), ("trellis3", "trellis2")], ids=str)
+def test_paged_write(modes: tuple[str, str]) -> None:
+    tokens, heads, head_dim = 9, 2, 32
+    rows = torch.randn(2, heads, tokens, head_dim, generator=_generator()).transpose(1, 2)
+    slots = torch.tensor([4, 0, -1, 11, 7, 99, 3, 5, 6])
+    answers = []
+    for tier in (reference, kernels):
+        caches = [new_paged_kv(3, 4, heads, head_dim, find_mode(name)) for name in modes]
+        tier.reshape_and_cache(*rows, *caches, slots, check=False)
+        answers.append(caches)
+    for want, got in zip(*answers, strict=True):
+        assert_bit_exact(got.codes, want.codes)
+        assert_bit_exact(got.words, want.words)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("modes", "dims"),
+    [
+        ((TRELLIS2, TRELLIS2), (64, 64)),
+        ((TRELLIS3, TRELLIS3), (32, 96)),
+        ((TRELLIS2, INT4), (48, 16)),
+        ((INT4, find_mode("trellis3_unbiased")), (32, 48)),
+    ],
+    ids=str,
+)
+def test_attention(modes: tuple[Mode, Mode], dims: tuple[int, int], dtype: torch.dtype) -> None:
+    batch = make_batch([23, 7], [1, 3], heads=(4, 2), dims=dims, modes=modes, dtype=dtype)
+    assert_within_budget(batch, tier=kernels)
+
+
+@pytest.mark.parametrize("mode", [TRELLIS2, TRELLIS3], ids=str)
+def test_rows_on_odd_bytes(mode: Mode) -> None:
+    batch = make_batch([13], [1], heads=(2, 1), dims=(32, 32), modes=(mode, mode))
+    batch = replace(batch, query=batch.query.to(torch.float16))
+    sides = {}
+    for side in ("key_cache", "value_cache"):
+        codes = getattr(batch, side).codes
+        wider = torch.zeros((*codes.shape[:-1], codes.shape[-1] + 1), dtype=torch.uint8)
+        wider[..., :-1] = codes
+        sides[side] = getattr(batch, side)._replace(codes=wider[..., :-1])
+    assert_within_budget(replace(batch, **sides), tier=kernels)
+
+
+def test_a_window_too_wide_for_rows_on_odd_bytes() -> None:
+    trellis = replace(TRELLISES["linear_2_10"], name="wide", window_bits=12)
+    wide = replace(TRELLIS2, name="wide", trellis=trellis)
+    assert operands.side_spec(wide, 64, 2, 2.0**-11, False).kind == "states"
+    with pytest.raises(ValueError, match="must lie in rows of an even number of bytes"):
+        operands.side_spec(wide, 64, 1, 2.0**-11, False)
+
+
+# ------------------------------------------------------- what only a GPU runs, one step at a time
+
+
+def _lop3(a: int, b: int, c: int, table: int) -> int:
+    bits = ((a >> i & 1) << 2 | (b >> i & 1) << 1 | c >> i & 1 for i in range(32))
+    return sum((table >> index & 1) << i for i, index in enumerate(bits))
+
+
+def _prmt(a: int, b: int, selector: int) -> int:
+    data = (b << 32 | a).to_bytes(8, "little")
+    out = []
+    for i in range(4):
+        nibble = selector >> 4 * i & 15
+        byte = data[nibble & 7]
+        out.append((255 if byte >> 7 else 0) if nibble & 8 else byte)
+    return int.from_bytes(bytes(out), "little")
+
+
+STEPS = {
+    "mov.b32": lambda a: a,
+    "shr.u32": lambda a, n: a >> n,
+    "shl.b32": lambda a, n: a << n & 0xFFFFFFFF,
+    "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
+    "lop3.b32": _lop3,
+    "prmt.b32": _prmt,
+}
+
+
+def run_ptx(text: str, **registers: int) -> int:
+    """What the instructions leave in `$0`."""
+    for line in text.strip("{} ").split(";"):
+        found = re.fullmatch(r"\s*(\S+)\s+(.*?)\s*", line)
+        if found is None or found[1] == ".reg":
+            continue
+        out, *inputs = (name.strip() for name in found[2].split(","))
+        numbers = [registers[x] if x in registers else int(x, 0) for x in inputs]
+        registers[out] = STEPS[found[1]](*numbers)
+    return registers["$0"]
+
+
+def test_labels_in_registers() -> None:
+    """The instructions for Hopper, in Python: float16 numbers of two integers at a time."""
+    spec = operands.side_spec(TRELLIS2, 128, 2, 2.0**-11, True)
+    assert spec.kind == "labels"
+    codes = torch.randint(4, (40, 128), generator=_generator(), dtype=torch.uint8)
+    levels = reference.trellis.level_table(TRELLIS2.trellis, torch.device("cpu"))[
+        reference.trellis.trellis_states(codes, TRELLIS2.trellis)
+    ].view(40, 16, 8)
+    units = reference.pack_codes(codes, 2).view(torch.int16).to(torch.int64) & 0xFFFF
+    after = units.roll(-1, -1)
+    for row in range(0, 40, 2):
+        for unit in range(16):
+            x, near = (
+                int(table[row, unit]) | int(table[row + 1, unit]) << 16 for table in (units, after)
+            )
+            for stream in range(8):
+                text = trellis_operands.labels_ptx.fn(spec, stream)
+                pair = run_ptx(text, **{"$1": x, "$2": near})
+                halves = np.array([pair & 0xFFFF, pair >> 16], dtype=np.uint16).view(np.float16)
+                read = spec.unit * (halves.astype(np.float64) - spec.offset)
+                want = levels[row : row + 2, unit, stream].double().numpy()
+                assert np.array_equal(read, want)
