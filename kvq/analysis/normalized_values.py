@@ -30,7 +30,7 @@ class NormalizedValues(NamedTuple):
 
 
 def normalized_values(x: Tensor, mode: Mode) -> NormalizedValues:
-    """Rotate and normalize rows exactly as `kvq.reference.quantize` does for this mode.
+    """Rotate and normalize rows exactly as `kvq.reference.quantize` does, before any gain.
 
     Args:
         x: `[..., D]` float32, float16 or bfloat16.

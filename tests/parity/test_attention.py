@@ -111,13 +111,20 @@ def interleaved(batch: Batch, gap: int) -> Batch:
         ),
         dim=-1,
     )
-    words = torch.stack((batch.key_cache.words, batch.value_cache.words), dim=1)
+    # Words of two dtypes have a buffer each, with the same gaps.
+    key_words, value_words = (cache.words for cache in (batch.key_cache, batch.value_cache))
+    other = value_words if value_words.dtype is key_words.dtype else key_words
+    words = torch.stack((key_words, other), dim=1)
+    if value_words.dtype is not key_words.dtype:
+        value_words = torch.stack((value_words, value_words), dim=1)[:, 1]
+    else:
+        value_words = words[:, 1]
     split = batch.key_cache.codes.shape[-1]
     end = split + batch.value_cache.codes.shape[-1]
     return replace(
         batch,
         key_cache=batch.key_cache._replace(codes=codes[..., :split], words=words[:, 0]),
-        value_cache=batch.value_cache._replace(codes=codes[..., split:end], words=words[:, 1]),
+        value_cache=batch.value_cache._replace(codes=codes[..., split:end], words=value_words),
     )
 
 

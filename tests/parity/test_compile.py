@@ -13,8 +13,8 @@ from kvq.modes import MODES, Mode, short_name
 
 pytest.importorskip("triton")
 
-#: One mode for each kind of code: signed, e4m3, zero-point, pair, constants, look-up, three
-#: bits, search.
+#: One mode for each kind of code: signed, e4m3, zero-point, pair, constants, look-up, three bits,
+#: and a search with words of 16 bits.
 KINDS = ("int8", "fp8", "int4", "affine4", "int2", "lloyd4", "lloyd3", "smax2_search_w16")
 #: Fused multiply-adds a value of `search_guess`, whose guess need not be exact.
 GUESS_FUSED = 4
