@@ -34,6 +34,9 @@ MAX_REGISTERS: Final = 168
 FITTED: Final[Mapping[int, tuple[int, int]]] = MappingProxyType(
     {1: (8, 200), 2: (8, 255), 3: (16, 232), 4: (16, 168) if TRITON < (3, 7) else (32, 192)}
 )
+#: The same, and channels of a part, where levels come by state.
+TRELLIS_REGISTERS: Final = 255
+TRELLIS_PART: Final = 8
 #: Warps of one program of the row kernels.
 ROW_WARPS: Final = 2
 #: Rows of one program in the interpreter, which pays for each program and not for each row.
@@ -162,12 +165,16 @@ def part_of(mode: Mode, padded: int, guesses: bool) -> int:
     """
     if mode.rotation is None:
         return padded
+    if mode.trellis is not None:
+        return TRELLIS_PART
     part = 16 if guesses or is_fitted(mode) else 32
     return FITTED[mode.bits][0] if is_fitted(mode) and mode.bits in FITTED else part
 
 
 def registers_of(mode: Mode) -> int:
     """The most registers of a thread."""
+    if mode.trellis is not None:
+        return TRELLIS_REGISTERS
     return FITTED[mode.bits][1] if is_fitted(mode) and mode.bits in FITTED else MAX_REGISTERS
 
 

@@ -332,10 +332,12 @@ def _fitted_scale(squares, unit, yc, cc, SPEC: tl.constexpr):
 
 
 @triton.jit
-def encode_rows(x, states, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.constexpr):
+def encode_rows(
+    x, states, written, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.constexpr
+):
     """Words of packed codes and the bits of the stored words of rows `[C, R]`.
 
-    `states` `[C, R]` are those of a trellis; else anything.
+    `states` `[R]` points to those of a trellis, of rows that are `written`; else anything.
 
     Returns:
         For each stored segment `[R, segment words]` int32 (three bits have two segments, every
@@ -358,8 +360,6 @@ def encode_rows(x, states, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST:
     else:
         multiplier, word, bad = _absmax_scale(x, SPEC)
     parts = split_parts(x, PART, C, R)
-    if GRID == "trellis":
-        state_parts = split_parts(states, PART, C, R)
     first = ()
     second = ()
     yc = ()
@@ -368,8 +368,9 @@ def encode_rows(x, states, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST:
         y = parts[i]
         if LEVELS:
             if GRID == "trellis":
-                codes = state_parts[i] & ((1 << BITS) - 1)
-                levels = tl.load(table_ptr + state_parts[i])
+                state = load_states(states, written, PART * i, PART, pick(SPEC, "head_dim"))
+                codes = state & ((1 << BITS) - 1)
+                levels = tl.load(table_ptr + state)
             else:
                 codes, levels = _codebook_codes(y, multiplier, table_ptr, SPEC)
             if FIT != "unit":
@@ -444,10 +445,8 @@ def _quantize_kernel(
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     live = row < num_rows
     x = load_rows(x_ptr + row * row_stride, live, D, C)
-    states = row
-    if pick(SPEC, "grid") == "trellis":
-        states = load_states(states_ptr + row * D, live, D, C)
-    first, second, word = encode_rows(x, states, table_ptr, SPEC, R, CAST)
+    states = states_ptr + row * D
+    first, second, word = encode_rows(x, states, live, table_ptr, SPEC, R, CAST)
     store_codes(codes_ptr + row * (D * BITS // 8 // UNIT), first, second, live, SPEC, UNIT)
     tl.store(words_ptr + row, word, mask=live)
 

@@ -44,9 +44,12 @@ def rotate_input(x, SPEC: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def load_states(base, live, D: tl.constexpr, C: tl.constexpr):
-    """`[C, R]` int32 of the states of rows that start at `base` `[R]`, where `live` `[R]`."""
-    channel = tl.arange(0, C)[None, :]
+def load_states(base, live, FIRST: tl.constexpr, PART: tl.constexpr, D: tl.constexpr):
+    """`[PART, R]` int32: the states of the channels from `FIRST` on of rows that start at `base`.
+
+    Part by part, since a row of numbers takes the registers already.
+    """
+    channel = tl.arange(0, PART)[None, :] + FIRST
     states = tl.load(base[:, None] + channel, mask=live[:, None] & (channel < D), other=0)
     return states.permute(1, 0).to(tl.int32)
 

@@ -71,6 +71,7 @@ def compile_write(
     kinds = {
         r".*_(codes|words)_ptr": "*i32",
         r".*_table_ptr": "*fp32",
+        r".*_states_ptr": "*i16",
         r"slot_ptr": "*i64",
         r"claims_ptr": "*i32",
         r"(key|value)_ptr": "*bf16",
