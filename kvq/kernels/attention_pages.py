@@ -183,6 +183,7 @@ def load_side(
     UNIT: tl.constexpr = pick(SIDE, "unit_bytes")
     at, high_at, live, unit, next_unit = side
     KIND: tl.constexpr = pick(SIDE, "kind")
+    BELOW: tl.constexpr = (1 << pick(SIDE, "streams")) - 1
     step = next_unit - unit
     high_step = next_unit * UNIT // 2 - unit * UNIT // 2
     tiles = ()
@@ -208,7 +209,6 @@ def load_side(
                 near = near.to(tl.int32)
                 if UNIT == 1:
                     near = near >> (next_unit % 2 * 4)
-                BELOW: tl.constexpr = (1 << pick(SIDE, "streams")) - 1
                 high = (high.to(tl.int32) & BELOW) | (near << pick(SIDE, "streams"))
         tiles = tiles + (x,)
         highs = highs + (high,)

@@ -21,7 +21,7 @@ from kvq.kernels.quantize import (
     store_codes,
 )
 from kvq.kernels.rows import load_rows, pick
-from kvq.kernels.trellis import load_states, trellis_states_of
+from kvq.kernels.trellis import trellis_states_of
 from kvq.tier import PagedKV, as_hnd, check_block_pairs, check_cache_write
 
 #: Up to this many tokens a program looks for a later token with its slot by itself, and the write
@@ -100,11 +100,8 @@ def _write_side(
         live = live & _last_writer(
             slot, token, live, slot_ptr, claims_ptr, num_tokens, SCAN, WIDTH
         )
-        states = live
-        if pick(SPEC, "grid") == "trellis":
-            at = states_ptr + (token.to(tl.int64) * tl.num_programs(1) + head) * D
-            states = load_states(at, token < num_tokens, D, C)
-        first, second, word = encode_rows(x, states, table_ptr, SPEC, R, CAST)
+        states = states_ptr + (token.to(tl.int64) * tl.num_programs(1) + head) * D
+        first, second, word = encode_rows(x, states, live, table_ptr, SPEC, R, CAST)
         # In range, so 32 bits hold it; offsets take 64.
         place = tl.where(live, slot, 0).to(tl.int32)
         block = (place // block_size).to(tl.int64)

@@ -36,6 +36,9 @@ FITTED: Final[Mapping[int, tuple[int, int]]] = MappingProxyType(
 )
 #: The same where gains are searched, which keeps the row until the last one.
 SEARCHED: Final = (16, 232)
+#: The same, and channels of a part, where levels come by state.
+TRELLIS_REGISTERS: Final = 255
+TRELLIS_PART: Final = 8
 #: Warps of one program of the row kernels.
 ROW_WARPS: Final = 2
 #: Rows of one program in the interpreter, which pays for each program and not for each row.
@@ -171,6 +174,8 @@ def part_of(mode: Mode, padded: int, guesses: bool) -> int:
         return padded
     if mode.gains:
         return SEARCHED[0]
+    if mode.trellis is not None:
+        return TRELLIS_PART
     part = 16 if guesses or is_fitted(mode) else 32
     return FITTED[mode.bits][0] if is_fitted(mode) and mode.bits in FITTED else part
 
@@ -179,6 +184,8 @@ def registers_of(mode: Mode) -> int:
     """The most registers of a thread."""
     if mode.gains:
         return SEARCHED[1]
+    if mode.trellis is not None:
+        return TRELLIS_REGISTERS
     return FITTED[mode.bits][1] if is_fitted(mode) and mode.bits in FITTED else MAX_REGISTERS
 
 

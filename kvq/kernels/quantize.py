@@ -68,7 +68,6 @@ from kvq.kernels.scaling import (
 )
 from kvq.kernels.trellis import (
     level_table,
-    load_states,
     rotate_input,
     trellis_codes,
     trellis_states_of,
@@ -289,6 +288,7 @@ def _range_codes(y, multiplier, offset, SPEC: tl.constexpr):
 def _encode_parts(
     parts,
     states,
+    written,
     multiplier,
     offset,
     gain,
@@ -301,7 +301,7 @@ def _encode_parts(
 
     Of three bits there are two words, of every other packing one, the second tuple empty. Sums are
     of `y * c` and `c * c`, with `c` the levels of the codes; what is not needed is `multiplier`.
-    `states` are parts of a trellis; else anything.
+    `states` and `written` are as `encode_rows` has them.
     """
     PART: tl.constexpr = pick(SPEC, "part")
     N: tl.constexpr = pick(SPEC, "padded") // PART
@@ -319,7 +319,7 @@ def _encode_parts(
         y = parts[i]
         if LEVELS:
             if GRID == "trellis":
-                codes, levels = trellis_codes(states[i], table_ptr, SPEC, i)
+                codes, levels = trellis_codes(states, written, table_ptr, SPEC, i)
             else:
                 codes, levels = codebook_codes(y, multiplier, gain, table_ptr, SPEC, i)
             if SEARCHES:
@@ -372,7 +372,7 @@ def _search_gains(
     for i in tl.range(0, count_gains(SPEC), num_stages=1, loop_unroll_factor=1):
         factor = renewed(multiplier, SPEC)
         new_first, new_second, new_yc, new_cc = _encode_parts(
-            parts, parts, factor, factor, gain_at(i, SPEC), table_ptr, SPEC, R, CAST
+            parts, factor, factor, factor, factor, gain_at(i, SPEC), table_ptr, SPEC, R, CAST
         )
         merit = divide(new_yc * new_yc, new_cc)
         better = (merit > best) & (new_cc != 0.0)
@@ -386,10 +386,12 @@ def _search_gains(
 
 
 @triton.jit
-def encode_rows(x, states, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.constexpr):
+def encode_rows(
+    x, states, written, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST: tl.constexpr
+):
     """Words of packed codes and the bits of the stored words of rows `[C, R]`.
 
-    `states` `[C, R]` are those of a trellis; else anything.
+    `states` `[R]` points to those of a trellis, of rows that are `written`; else anything.
 
     Returns:
         For each stored segment `[R, segment words]` int32 (three bits have two segments, every
@@ -413,14 +415,11 @@ def encode_rows(x, states, table_ptr, SPEC: tl.constexpr, R: tl.constexpr, CAST:
     if GRID != "unsigned":
         offset = multiplier
     parts = split_parts(x, PART, C, R)
-    state_parts = parts
-    if GRID == "trellis":
-        state_parts = split_parts(states, PART, C, R)
     if SEARCHES:
         first, second, yc, cc = _search_gains(parts, multiplier, table_ptr, SPEC, R, CAST)
     else:
         first, second, yc, cc = _encode_parts(
-            parts, state_parts, multiplier, offset, 1.0, table_ptr, SPEC, R, CAST
+            parts, states, written, multiplier, offset, 1.0, table_ptr, SPEC, R, CAST
         )
     if LEVELS:
         scale, empty = fitted_scale(squares, unit, yc, cc, SPEC)
@@ -479,10 +478,8 @@ def _quantize_kernel(
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     live = row < num_rows
     x = load_rows(x_ptr + row * row_stride, live, D, C)
-    states = row
-    if pick(SPEC, "grid") == "trellis":
-        states = load_states(states_ptr + row * D, live, D, C)
-    first, second, word = encode_rows(x, states, table_ptr, SPEC, R, CAST)
+    states = states_ptr + row * D
+    first, second, word = encode_rows(x, states, live, table_ptr, SPEC, R, CAST)
     store_codes(codes_ptr + row * (D * BITS // 8 // UNIT), first, second, live, SPEC, UNIT)
     tl.store(words_ptr + row, word.to(words_ptr.dtype.element_ty), mask=live)
 

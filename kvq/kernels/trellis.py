@@ -44,23 +44,28 @@ def rotate_input(x, SPEC: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def trellis_codes(states, table_ptr, SPEC: tl.constexpr, NUMBER: tl.constexpr):
-    """Codes and levels of a part of rows whose states are known; a padded channel's level is 0."""
-    PART: tl.constexpr = pick(SPEC, "part")
-    codes = states & ((1 << pick(SPEC, "bits")) - 1)
-    levels = tl.load(table_ptr + states)
-    if pick(SPEC, "head_dim") < PART * (NUMBER + 1):
-        live = PART * NUMBER + tl.arange(0, PART)[:, None] < pick(SPEC, "head_dim")
-        levels = tl.where(live, levels, 0.0)
-    return codes, levels
+def load_states(base, live, FIRST: tl.constexpr, PART: tl.constexpr, D: tl.constexpr):
+    """`[PART, R]` int32: the states of the channels from `FIRST` on of rows that start at `base`.
+
+    Part by part, since a row of numbers takes the registers already.
+    """
+    channel = tl.arange(0, PART)[None, :] + FIRST
+    states = tl.load(base[:, None] + channel, mask=live[:, None] & (channel < D), other=0)
+    return states.permute(1, 0).to(tl.int32)
 
 
 @triton.jit
-def load_states(base, live, D: tl.constexpr, C: tl.constexpr):
-    """`[C, R]` int32 of the states of rows that start at `base` `[R]`, where `live` `[R]`."""
-    channel = tl.arange(0, C)[None, :]
-    states = tl.load(base[:, None] + channel, mask=live[:, None] & (channel < D), other=0)
-    return states.permute(1, 0).to(tl.int32)
+def trellis_codes(base, live, table_ptr, SPEC: tl.constexpr, NUMBER: tl.constexpr):
+    """Codes and levels of a part of rows whose states are known; a padded channel's level is 0."""
+    PART: tl.constexpr = pick(SPEC, "part")
+    FIRST: tl.constexpr = PART * NUMBER
+    states = load_states(base, live, FIRST, PART, pick(SPEC, "head_dim"))
+    levels = tl.load(table_ptr + states)
+    if pick(SPEC, "head_dim") < FIRST + PART:
+        levels = tl.where(
+            FIRST + tl.arange(0, PART)[:, None] < pick(SPEC, "head_dim"), levels, 0.0
+        )
+    return states & ((1 << pick(SPEC, "bits")) - 1), levels
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_heads"])

@@ -60,7 +60,7 @@ def trellis_kind(
 
 @lru_cache(maxsize=64)
 def window_table(trellis: Trellis, device: torch.device) -> Tensor:
-    """`[2 ** window_bits]` float32: the step of each window, as `window_index` counts them."""
+    """`[2 ** window_bits]` float16: the step of each window, as `window_index` counts them."""
     steps = state_steps(trellis)
     if trellis.bits == 3:
         m = trellis.window
@@ -73,7 +73,7 @@ def window_table(trellis: Trellis, device: torch.device) -> Tensor:
             ]
             for index in range(trellis.num_states)
         )
-    return torch.tensor(steps, dtype=torch.float32, device=device)
+    return torch.tensor(steps, dtype=torch.float16, device=device)
 
 
 @triton.constexpr_function

@@ -72,6 +72,7 @@ def compile_write(
         r".*_codes_ptr": "*i32",
         r".*_words_ptr": f"*i{8 * mode.word.num_bytes}",
         r".*_table_ptr": "*fp32",
+        r".*_states_ptr": "*i16",
         r"slot_ptr": "*i64",
         r"claims_ptr": "*i32",
         r"(key|value)_ptr": "*bf16",

@@ -26,12 +26,19 @@ KINDS = (
     "lloyd1",
     "lloyd3",
     "lloyd4+even_255",
+    "trellis2",
+    "trellis3",
     "int8/int2",
     "smax4/fp8",
     "lloyd4_w16/smax3_search_w16",
 )
-#: What spills: levels of eight bits, each gathered from memory.
-SPILLS = {"lloyd4+even_255"}
+#: What spills: levels of eight bits and of windows, each gathered from memory.
+SPILLS = {
+    "lloyd4+even_255",
+    "trellis3",
+    "trellis3_norm_match",
+    "trellis3_unbiased",
+}
 LAUNCHED = {"_prepare_kernel", "attend_kernel", "combine_kernel"}
 
 

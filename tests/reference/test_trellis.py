@@ -99,15 +99,15 @@ def test_rules_of_a_trellis(change: dict[str, object], message: str) -> None:
 
 def test_rules_of_a_trellis_mode() -> None:
     mode = find_mode("trellis2")
-    with pytest.raises(ValueError, match="^trellis must be given for the grid trellis"):
+    with pytest.raises(ValueError, match=r"^trellis must be given for the grid trellis"):
         replace(mode, trellis=None)
-    with pytest.raises(ValueError, match="^bits must be 2 for the trellis linear_2_10, got 3"):
+    with pytest.raises(ValueError, match=r"^bits must be 2 for the trellis linear_2_10, got 3"):
         replace(mode, bits=3)
-    with pytest.raises(ValueError, match="^mode must be a codebook mode to take another codebook"):
+    with pytest.raises(ValueError, match=r"^mode must be a codebook mode to take another"):
         mode.with_codebook(CODEBOOKS["gaussian_4"])
-    with pytest.raises(ValueError, match="^mode must round .* which has a trellis$"):
+    with pytest.raises(ValueError, match=r"^mode must round .* which has a trellis$"):
         mode.with_rounding(Rounding.HALF_EVEN)
-    with pytest.raises(ValueError, match="^x must be at least 5 for a trellis with a window"):
+    with pytest.raises(ValueError, match=r"^x must be at least 5 for a trellis with a window"):
         mode.without_rotation().check_head_dim(4, "x")
-    with pytest.raises(ValueError, match="^head_dim must be divisible by 16"):
+    with pytest.raises(ValueError, match=r"^head_dim must be divisible by 16"):
         mode.check_head_dim(40)
