@@ -140,7 +140,7 @@ class ScaleFit(Enum):
     UNIT = "unit"
     #: `<y, c> / <c, c>`: the smallest squared error.
     LEAST_SQUARES = "least_squares"
-    #: `|y| / |c|`: the row keeps its length.
+    #: `|y| / |c|`, with the sign of what the row was divided by: the row keeps its length.
     NORM_MATCH = "norm_match"
     #: `<y, y> / <y, c>`: the row keeps its projection on itself.
     UNBIASED = "unbiased"

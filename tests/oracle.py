@@ -459,7 +459,8 @@ def _encode_codebook(y: np.ndarray, size: int, mode: Mode, codebook: Codebook | 
         if mode.fit == "least_squares":
             numerator, denominator = tree_sum(y * chosen), tree_sum(chosen * chosen)
         elif mode.fit == "norm_match":
-            numerator, denominator = norm, np.sqrt(tree_sum(chosen * chosen))
+            numerator = np.copysign(norm, largest[:, 0]) if mode.family == "smax" else norm
+            denominator = np.sqrt(tree_sum(chosen * chosen))
         else:
             numerator, denominator = square_sum, tree_sum(y * chosen)
         word = (numerator / denominator) * one_over_size

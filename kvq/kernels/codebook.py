@@ -151,6 +151,9 @@ def fitted_scale(squares, unit, yc, cc, SPEC: tl.constexpr):
             denominator = cc
         elif FIT == "norm_match":
             numerator = tl.math.sqrt_rn(squares)
+            if pick(SPEC, "normalization") == "signed_max":
+                # A row that was divided by a negative number keeps its sign.
+                numerator = tl.where(unit < 0.0, -numerator, numerator)
             denominator = tl.math.sqrt_rn(cc)
         else:
             numerator = squares

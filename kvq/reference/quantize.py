@@ -256,7 +256,9 @@ def _fit_word(
     if mode.scale_fit is ScaleFit.LEAST_SQUARES:
         numerator, denominator = tree_sum(y * c), tree_sum(c * c)
     elif mode.scale_fit is ScaleFit.NORM_MATCH:
-        numerator, denominator = norm, scaling.square_root(tree_sum(c * c))
+        # A row that was divided by a negative number keeps its sign.
+        numerator = torch.copysign(norm, unit)
+        denominator = scaling.square_root(tree_sum(c * c))
     else:
         numerator, denominator = squares, tree_sum(y * c)
     return (numerator / denominator) * fold, denominator

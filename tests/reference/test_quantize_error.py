@@ -56,6 +56,12 @@ def hard_rows() -> Tensor:
     return x[x.isfinite().all(-1) & (squares > 2.0**-100) & (squares < 2.0**120)]
 
 
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_every_row_is_read_as_itself_and_not_as_its_mirror_image(mode: Mode) -> None:
+    """Rows that are divided by a negative number too, whatever the fit."""
+    assert relative_errors(gaussian(100), mode).max() < 1.0
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rows", ["gaussian", "planted"])
 def test_no_fit_has_a_smaller_squared_error_than_least_squares(bits: int, rows: str) -> None:
