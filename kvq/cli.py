@@ -23,6 +23,8 @@ from kvq.commands import (
     inspect,
     modes,
     parity,
+    predict,
+    recommend,
     report,
     serving,
 )
@@ -33,6 +35,8 @@ COMMANDS: Final = {
     "modes": modes,
     "fit": fit,
     "report": report,
+    "predict": predict,
+    "recommend": recommend,
     "capture": capture,
     "encode": encode,
     "inspect": inspect,
