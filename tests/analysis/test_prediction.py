@@ -49,7 +49,7 @@ def test_row_models_hold_on_gaussian_rows(wanted: object) -> None:
     assert float(expected.sum() / error.sum()) == pytest.approx(1.0, abs=0.06)
     gain = float((x_hat.double() * exact).sum() / energy)
     moved = float((model.mean(x) * exact).sum() / energy)
-    # The end codes are not modeled, and truncated unsigned codes leave the rows' lower ends in place.
+    # The end codes are not modeled: truncated unsigned codes leave a row's lower end in place.
     truncated = wanted == mode("int4").with_rounding(Rounding.TOWARD_ZERO)
     assert moved == pytest.approx(gain, abs=0.02 if truncated else 0.005)
 
