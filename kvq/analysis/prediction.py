@@ -43,7 +43,7 @@ COLUMNS: Final = (
     "layer", "head", "query_head", "mode", "quantized", "metric", "value",
 )  # fmt: skip
 #: The largest score noise (`Predicted.score_noise`) up to which the predicted error of outputs was
-#: found to hold on the embedded sample (`kvq predict` prints it); beyond, it is far too large.
+#: found to hold on the embedded sample (`kvq predict` prints it); beyond, it comes out too large.
 LARGEST_NOISE: Final = 2.0
 #: Random rows behind gain and noise of a codebook mode.
 ISOTROPIC_ROWS: Final = 2**11
