@@ -9,11 +9,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: report test test-all lint types format readme wheel clean
+.PHONY: report figures test test-all lint types format readme wheel clean
 
 ## The main job, on the embedded sample: writes ./report.
 report: $(VENV)/installed
 	$(BIN)/kvq report --out report
+
+## Every figure of paper_figures, as PDF, PNG and CSV, in ./figures.
+figures: $(VENV)/installed
+	$(BIN)/python -m paper_figures --out figures
 
 ## What CI runs: style, types, tests.
 test: lint types
@@ -43,7 +47,7 @@ wheel: $(VENV)/installed-dev
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) build dist report *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist report figures *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/installed: pyproject.toml constraints.txt

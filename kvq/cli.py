@@ -24,6 +24,8 @@ from kvq.commands import (
     inspect,
     modes,
     parity,
+    predict,
+    recommend,
     report,
     serving,
 )
@@ -34,6 +36,8 @@ COMMANDS: Final = {
     "modes": modes,
     "fit": fit,
     "report": report,
+    "predict": predict,
+    "recommend": recommend,
     "capture": capture,
     "calibrate": calibrate,
     "encode": encode,

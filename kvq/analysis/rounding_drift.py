@@ -113,9 +113,9 @@ def error_model(
     """
     head_dim = x.shape[-1]
     gain = float(mode.gain(head_dim))
-    offset, variance = _moments_of_rounding(rounding)
+    offset, variance = moments_of_rounding(rounding)
     if mode.grid is not Grid.UNSIGNED:
-        step = _signed_step(x, words, mode)
+        step = signed_step(x, words, mode)
         return ErrorModel(-offset * step * torch.sign(x.to(torch.float64)), variance * step**2)
     if mode.word is StoredWord.FLOAT16_PAIR:
         # This word holds the step of the rotated row divided by N.
@@ -128,15 +128,21 @@ def error_model(
     return ErrorModel(-offset * step * down[0].to(torch.float64), variance * step**2 / gain)
 
 
-def _moments_of_rounding(rounding: Rounding) -> tuple[float, float]:
+def moments_of_rounding(rounding: Rounding) -> tuple[float, float]:
     """How far below the value the mean of its code lies, and the variance, in steps."""
     if rounding is Rounding.TOWARD_ZERO:
         return 0.5, 1.0 / 12.0
     return 0.0, 1.0 / 6.0 if rounding is Rounding.STOCHASTIC else 1.0 / 12.0
 
 
-def _signed_step(x: Tensor, words: Tensor, mode: Mode) -> Tensor:
-    """The distance between codes around `x`: `[..., 1]`, or `[..., D]` if they are floats."""
+def signed_step(x: Tensor, words: Tensor, mode: Mode) -> Tensor:
+    """The distance between codes around `x`: `[..., 1]`, or `[..., D]` if they are floats.
+
+    Args:
+        x: `[..., D]`.
+        words: `[...]`, the scale of each row.
+        mode: One with signed codes or floats.
+    """
     scale = words.to(torch.float64)[..., None]
     if mode.grid is Grid.SIGNED:
         return scale

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,13 +14,11 @@ import pytest
 from kvq.analysis import plots
 from kvq.analysis.measure import Settings
 from kvq.analysis.samples import synthetic_activations
-from kvq.modes import MODES
-from paper_figures import (
-    figure_quantization_error,
-    figure_rounding_drift,
-    figure_score_bias,
-    style,
-)
+from kvq.data import embedded_sample
+from kvq.modes import MODES, short_name
+from kvq.rotary import RotarySpec
+from paper_figures import style
+from paper_figures.__main__ import FIGURES
 
 
 def test_labels_fall_back_to_the_short_name() -> None:
@@ -66,11 +66,12 @@ def test_colors_are_those_the_color_blind_can_tell_apart() -> None:
     assert len({marker for _, marker in styles}) == len(styles)
 
 
-@pytest.mark.parametrize(
-    "figure", [figure_quantization_error, figure_score_bias, figure_rounding_drift]
-)
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.NAME)
 def test_paper_figures(figure: object, tmp_path: Path) -> None:
-    activations = synthetic_activations(layers=1, tokens=32, queries=4, head_dim=32)
+    activations = replace(
+        synthetic_activations(layers=1, tokens=32, queries=4, head_dim=32),
+        rotary=RotarySpec(tuple(100.0 ** (-i / 16) for i in range(16)), 32),
+    )
     settings = Settings(theory_rows=32, gaussian_tokens=32, gaussian_heads=2, query_block=2)
     name, draw = figure.NAME, figure.draw  # type: ignore[attr-defined]
     for folder in ("one", "two"):
@@ -79,5 +80,33 @@ def test_paper_figures(figure: object, tmp_path: Path) -> None:
         one, two = (tmp_path / folder / f"{name}.{ending}" for folder in ("one", "two"))
         assert one.read_bytes() == two.read_bytes()
     table = pd.read_csv(tmp_path / "one" / f"{name}.csv")
-    assert set(table["mode"]) <= set(MODES)
     assert len(table) >= 4
+    numbers = table.select_dtypes("number")
+    assert np.isfinite(numbers.to_numpy()).any(0).all()
+
+
+def test_every_figure_is_drawn_and_listed() -> None:
+    folder = Path(style.__file__).parent
+    scripts = {path.stem for path in folder.glob("figure_*.py")}
+    assert scripts == {figure.NAME for figure in FIGURES}
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    listed = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `figure_")]
+    assert listed == [figure.NAME for figure in FIGURES]
+
+
+def test_a_mean_after_rope_is_a_trap() -> None:
+    position_shift = next(one for one in FIGURES if one.NAME == "figure_position_shift")
+    activations = embedded_sample()
+    few = {17: activations.layers[17]}
+    with plots.style():
+        _, table = position_shift.draw(replace(activations, layers=few), Settings(max_queries=16))
+    kl = table[table["mode"] == "int4_per_token_head"].groupby(["centering", "offset"])
+    kl = kl["attention_kl"].mean()
+    assert kl["mean before RoPE", 30_000] < 0.8 * kl["no mean", 30_000]
+    assert kl["mean after RoPE", 30_000] > kl["no mean", 30_000]
+
+
+def test_published_numbers_have_a_source() -> None:
+    published = json.loads(style.PUBLISHED.read_text(encoding="utf-8"))
+    assert "vllm-project/vllm/pull/40633" in published["source"]
+    assert published["gsm8k"]["modes"].keys() <= {short_name(name) for name in MODES}
