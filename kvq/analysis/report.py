@@ -31,9 +31,10 @@ from kvq.analysis.page import Image, page
 from kvq.analysis.summary import headline, summarize
 from kvq.data import embedded_sample
 from kvq.files import FileFormatError
-from kvq.modes import MODES, Mode
+from kvq.modes import MODES, Mode, ScaleFit
 from kvq.modes import mode as resolve_mode
 from kvq.records import from_json, to_json
+from kvq.scale_word import StoredWord
 from kvq.tier import Tier
 
 #: Name and version of the manifest's format.
@@ -85,11 +86,21 @@ class ReportResult(NamedTuple):
         return headline(self.summary)
 
 
+#: What is measured by default: words of 16 bits have the codes of other rows, and the fits of a
+#: trellis share a search, which takes a CPU most of a minute.
+REPORTED: Final = tuple(
+    mode
+    for mode in MODES.values()
+    if mode.word is not StoredWord.FLOAT16
+    and (mode.trellis is None or mode.scale_fit is ScaleFit.LEAST_SQUARES)
+)
+
+
 def run_report(
     activations: Activations,
     out: str | os.PathLike[str],
     *,
-    modes: Sequence[Mode | str] = tuple(MODES.values()),
+    modes: Sequence[Mode | str] = REPORTED,
     seed: int = 0,
     settings: Settings | None = None,
     tier: Tier = reference,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -34,9 +35,9 @@ def command(
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            help="A mode, or k=MODE,v=MODE[,k3=MODE][,first=N][,recent=N][,prompt=full]"
-            "[,center=bias|first|calibrated][,pair=calibrated]; repeatable, default every mode "
-            "and some recipes."
+            help="A mode, kvq4, kvq3, kvq2, or k=MODE,v=MODE[,k3=MODE][,first=N][,recent=N]"
+            "[,prompt=full][,center=bias|first|calibrated][,pair=calibrated]; repeatable, default "
+            "every mode and some recipes."
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder to write, or to go on with.")] = Path(
@@ -127,6 +128,13 @@ def command(
     _print(result, json=json)
 
 
+def _estimate(row: Mapping[str, Any], name: str, digits: int) -> str:
+    """A value with its standard error, which one window does not have."""
+    error = row.get(f"{name}_se")
+    shown = f"{row[name]:.{digits}f}"
+    return shown if error is None else f"{shown} ± {error:.{digits}f}"
+
+
 def _print(result: EvaluationResult, *, json: bool) -> None:
     rows = result.rows()
     files = [str(file) for file in result.files]
@@ -142,9 +150,9 @@ def _print(result: EvaluationResult, *, json: bool) -> None:
             (
                 row["bits_per_value"],
                 row["perplexity"],
-                f"{row['perplexity_ratio']:.4f} ± {row['perplexity_ratio_se']:.4f}",
-                f"{row['kld']:.5f} ± {row['kld_se']:.5f}",
-                f"{row['top1']:.4f} ± {row['top1_se']:.4f}",
+                _estimate(row, "perplexity_ratio", 4),
+                _estimate(row, "kld", 5),
+                _estimate(row, "top1", 4),
                 row["recipe"],
             )
             for row in sorted(rows, key=lambda row: row["kld"])

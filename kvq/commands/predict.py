@@ -37,10 +37,11 @@ def command(
     """
     from kvq.analysis.agreement import COMPARED, by_mode, by_noise, predicted_and_measured
     from kvq.analysis.prediction import LARGEST_NOISE
-    from kvq.modes import MODES, short_name
+    from kvq.analysis.report import REPORTED
+    from kvq.modes import short_name
 
     activations, name = load_input(source)
-    modes = [load_mode(one) for one in mode] if mode else list(MODES.values())
+    modes = [load_mode(one) for one in mode] if mode else list(REPORTED)
     table = predicted_and_measured(activations, modes)
     means, noise = by_mode(table), by_noise(table)
     if csv is not None:

@@ -40,7 +40,7 @@ def command(
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder to write.")] = Path("report"),
     mode: Annotated[
-        list[str] | None, typer.Option(help="A mode; repeatable, default all shipped modes.")
+        list[str] | None, typer.Option(help="A mode; repeatable, default all but alike ones.")
     ] = None,
     codebook: Annotated[
         list[Path] | None,
@@ -81,10 +81,10 @@ def command(
 
 
 def _modes(names: list[str] | None, codebooks: list[Path] | None, base: str) -> list[Mode]:
-    """The modes asked for, the shipped ones by default, and one for each codebook file."""
-    from kvq.modes import MODES
+    """The modes asked for, `REPORTED` by default, and one for each codebook file."""
+    from kvq.analysis.report import REPORTED
 
-    modes = [load_mode(name) for name in names] if names else list(MODES.values())
+    modes = [load_mode(name) for name in names] if names else list(REPORTED)
     return modes + [load_mode(base, path) for path in codebooks or ()]
 
 

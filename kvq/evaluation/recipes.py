@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from kvq.calibration_files import Calibration
@@ -49,6 +50,20 @@ BEST: Final = (
     "int4@toward_zero",
     "k=fp8,v=int2",
     "k=int2,v=fp8",
+)
+
+#: Recipes by name: what is recommended near 4, 3 and 2 bits a value, for models whose RoPE can be
+#: verified, with a calibration of the model (`kvq calibrate`). Keys keep their length or have the
+#: least error, values of 2 and 3 bits do not shrink, and the first tokens, which draw attention,
+#: stay as they came.
+NAMED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "kvq4": "k=smax4_search_w16,v=smax4_search_w16,first=4,center=calibrated,pair=calibrated",
+        "kvq3": "k=smax3_search_norm_match_w16,v=smax3_search_unbiased_w16,first=4,"
+        "center=calibrated,pair=calibrated",
+        "kvq2": "k=trellis2_norm_match_w16,v=trellis2_unbiased_w16,first=4,center=calibrated,"
+        "pair=calibrated",
+    }
 )
 
 _SIDE = re.compile(r"([kv])(\d*)")
@@ -164,12 +179,13 @@ class Recipe:
 
 
 def parse_recipe(text: str) -> Recipe:
-    """The recipe of a text.
+    """The recipe of a text, or of one of the names of `NAMED`, which stands for its text.
 
     Raises:
         ValueError: It is none; the message names the part.
         FileFormatError: A codebook file is not valid.
     """
+    text = NAMED.get(text, text)
     if "=" not in text:
         mode = parse_mode(text)
         return Recipe(text, mode, mode)

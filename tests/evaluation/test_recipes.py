@@ -8,7 +8,7 @@ import pytest
 
 from kvq import CODEBOOKS, MODES, Rounding, mode
 from kvq.codebook_files import save_codebook
-from kvq.evaluation.recipes import default_recipes, parse_mode, parse_recipe
+from kvq.evaluation.recipes import NAMED, default_recipes, parse_mode, parse_recipe
 
 
 def test_a_mode_is_a_recipe() -> None:
@@ -78,6 +78,16 @@ def test_bits_per_value() -> None:
     assert first.bits_per_value(2, 128, 4096) == 4.25 + 16 / 4096
     assert parse_recipe("k=int4,v=int4,center=bias").bits_per_value(2, 128, 4096) == 4.25
     assert parse_recipe("k=int4,v=int4,first=9").bits_per_value(2, 128, 4) == 4.25 + 16
+
+
+def test_recipes_by_name() -> None:
+    for name, bits in (("kvq4", 4.25), ("kvq3", 3.25), ("kvq2", 2.25)):
+        recipe = parse_recipe(name)
+        assert recipe == parse_recipe(NAMED[name])
+        assert str(recipe) == NAMED[name]
+        # The first four of 4,096 tokens are kept twice.
+        assert recipe.bits_per_value(30, 64, 4096) == bits + 16 * 4 / 4096
+    assert set(NAMED) == {"kvq4", "kvq3", "kvq2"}
 
 
 def test_by_default_every_mode_and_more() -> None:

@@ -46,7 +46,7 @@ def assert_parity(launch: Launch) -> None:
     x = launch.x(DEVICE)
     if launch.mode.trellis is not None and DEVICE == "cpu":
         # The interpreter searches some 30 rows a second.
-        x = x[:4, :2]
+        x = x[:2, :1]
     want = reference.quantize(x, launch.mode)
     got = kernels.quantize(x, launch.mode)
     assert_bit_exact(got.codes, want.codes, "codes")
