@@ -145,7 +145,7 @@ def test_a_first_token_that_is_large_is_reported_apart() -> None:
 class TestAccounting:
     """Every stored tensor is counted, and nothing else."""
 
-    TOKENS, HEADS = 1000, 8
+    TOKENS, HEADS = 100, 2
 
     def stored(self, each: Mode, head_dim: int) -> list[QuantizedKV]:
         x = torch.zeros((self.TOKENS, self.HEADS, head_dim))
@@ -160,10 +160,10 @@ class TestAccounting:
         rows = [tensor for side in self.stored(each, 128) for tensor in side]
         tables = list(shared_tables(each, 128).values())
         assert found.stored_bytes == sum(t.numel() * t.element_size() for t in rows + tables)
-        caches = [new_paged_kv(63, 16, self.HEADS, 128, each) for _ in range(2)]
+        caches = [new_paged_kv(7, 16, self.HEADS, 128, each) for _ in range(2)]
         paged = [tensor for cache in caches for tensor in (cache.codes, cache.words)]
         assert found.paged_bytes == sum(t.numel() * t.element_size() for t in paged + tables)
-        assert caches[0].words.numel() == 1008 * self.HEADS
+        assert caches[0].words.numel() == 112 * self.HEADS
         assert found.values == 2 * self.TOKENS * self.HEADS * 128
         assert found.bits_per_value == Fraction(8 * found.stored_bytes, found.values)
         assert found.compression == Fraction(2 * found.values, found.stored_bytes)
