@@ -222,6 +222,8 @@ def _decode(codes: np.ndarray, words: np.ndarray, mode: Mode, head_dim: int) -> 
     elif mode.trellis is not None:
         name = "int2_per_token_head"
         levels = oracle_trellis.levels_of(oracle_trellis.CODES[mode.bits], unpacked)
+        if mode.word is StoredWord.FLOAT16:
+            words = oracle._widened(words).view(np.uint32)
         rotated = words.view(np.float32)[:, None] * levels
     else:
         name = "int2_per_token_head"

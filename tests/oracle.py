@@ -653,7 +653,8 @@ def decode(
                     rotated = _column(minimum) + codes.astype(np.float32) * _column(step)
                 elif mode.family == "trellis":
                     levels = oracle_trellis.levels_of(oracle_trellis.CODES[mode.bits], codes)
-                    rotated = _column(_float_of(word)) * levels
+                    scale = _widened(word) if mode.word16 else _float_of(word)
+                    rotated = _column(scale) * levels
                 else:
                     assert book is not None
                     scale = _widened(word) if mode.word16 else _float_of(word)

@@ -24,10 +24,10 @@ LONGEST = 450
 # Files that were looked at again and are one thing: how long each may be.
 LONGER = {
     "kvq/analysis/plots.py": 550,
-    "kvq/kernels/attention_loop.py": 500,
+    "kvq/kernels/attention_loop.py": 520,
     "kvq/kernels/operands.py": 600,
-    "kvq/kernels/quantize.py": 600,
-    "kvq/modes.py": 520,
+    "kvq/kernels/quantize.py": 630,
+    "kvq/modes.py": 560,
     "kvq/reference/lloyd_max.py": 650,
     "kvq/tier.py": 520,
 }

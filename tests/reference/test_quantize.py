@@ -28,6 +28,9 @@ INT8, FP8, INT4, INT2 = (find_mode(name) for name in ("int8", "fp8", "int4", "in
 
 
 def assert_as_expected(x: Tensor, mode: Mode) -> None:
+    if mode.trellis is not None:
+        # The oracle searches some hundred rows a second.
+        x = x[:8, :2] if x.ndim == 3 else x[::20]
     want = expected(x, mode)
     got = quantize(x, mode)
     assert_bit_exact(got.codes.cpu(), want.codes, "codes")
