@@ -16,6 +16,7 @@ from kvq.modes import INT4_FIRST_IMPLEMENTATION, MODES, Grid, Mode, Rotation
 from kvq.reference import dequantize, quantize, signs, unpack_codes
 from kvq.reference.exact import dequantize_exact
 from kvq.scale_word import StoredWord
+from kvq.trellis import Trellis
 
 HEAD_DIM = 48  # blocks of 16
 EVERY = [*MODES.values(), INT4_FIRST_IMPLEMENTATION]
@@ -53,6 +54,15 @@ def rotated_value(mode: Mode, code: int, word: float) -> Fraction:
     return (-magnitude if sign else magnitude) * scale
 
 
+def trellis_value(trellis: Trellis, codes: list[int], channel: int) -> Fraction:
+    """Before the scale: the level that the codes from a channel on, cyclically, name."""
+    state = sum(
+        codes[(channel + j) % len(codes)] << trellis.bits * j for j in range(trellis.window)
+    )
+    label = sum(((state & mask).bit_count() % 2) << b for b, mask in enumerate(trellis.masks))
+    return trellis.steps[label] * Fraction(trellis.unit)
+
+
 def unrotate(rotation: Rotation, y: list[Fraction]) -> list[Fraction]:
     size = rotation.block_size(len(y))
     row = signs(len(y), rotation).tolist()
@@ -67,7 +77,11 @@ def unrotate(rotation: Rotation, y: list[Fraction]) -> list[Fraction]:
 
 
 def exact_row(mode: Mode, codes: Tensor, word: float) -> list[Fraction]:
-    y = [rotated_value(mode, code, word) for code in codes.tolist()]
+    if mode.trellis is not None:
+        values = [trellis_value(mode.trellis, codes.tolist(), i) for i in range(len(codes))]
+        y = [value * Fraction(word) for value in values]
+    else:
+        y = [rotated_value(mode, code, word) for code in codes.tolist()]
     if mode.rotation is None:
         return y
     fold = 1 if mode.folds_gain else mode.gain(len(y))
