@@ -16,7 +16,6 @@ import triton
 from torch import Tensor
 
 from kvq.modes import Mode, ScaleFit
-from kvq.trellis import Trellis
 
 #: Whether kernels run in Triton's interpreter, on the CPU.
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -43,9 +42,8 @@ TRELLIS_PART: Final = 8
 ROW_WARPS: Final = 2
 #: Rows of one program in the interpreter, which pays for each program and not for each row.
 INTERPRETED_ROWS: Final = 4096
-#: States of a trellis that a warp holds the costs of.
-STATES_PER_WARP: Final = 1024
-#: Warps that search at a time: what sixteen of each of an H200's multiprocessors take.
+#: Warps that search at a time, a row each: what sixteen of each of an H200's multiprocessors take.
+#: Several warps of one row would all gather the costs of the whole row.
 SEARCH_WARPS: Final = 16 * 132
 #: Rows that the interpreter searches at a time.
 INTERPRETED_SEARCHES: Final = 64
@@ -211,20 +209,17 @@ class SearchPlan(NamedTuple):
     #: Programs, each with room for the choices of its rows, and rows of a program at a time.
     programs: int
     rows: int
-    #: Warps of a program.
-    warps: int
 
     def options(self) -> dict[str, object]:
         """Launch options. Exact arithmetic forbids the contraction of `a * b + c`."""
-        return {} if INTERPRETED else {"num_warps": self.warps, "enable_fp_fusion": False}
+        return {} if INTERPRETED else {"num_warps": 1, "enable_fp_fusion": False}
 
 
-def search_plan(trellis: Trellis, num_rows: int) -> SearchPlan:
+def search_plan(num_rows: int) -> SearchPlan:
     """The launch for so many rows."""
     if INTERPRETED:
-        return SearchPlan(1, min(INTERPRETED_SEARCHES, triton.next_power_of_2(num_rows)), 1)
-    warps = max(1, trellis.num_states // STATES_PER_WARP)
-    return SearchPlan(min(num_rows, SEARCH_WARPS // warps), 1, warps)
+        return SearchPlan(1, min(INTERPRETED_SEARCHES, triton.next_power_of_2(num_rows)))
+    return SearchPlan(min(num_rows, SEARCH_WARPS), 1)
 
 
 class AttentionPlan(NamedTuple):

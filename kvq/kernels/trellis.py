@@ -92,23 +92,6 @@ def _normalize_kernel(
 
 
 @triton.jit
-def _smallest(candidates, BITS: tl.constexpr, R: tl.constexpr, OVERLAPS: tl.constexpr):
-    """Of candidates `[R, OVERLAPS, 2^BITS]` the smallest, and the lowest of its places."""
-    least = candidates
-    place = tl.zeros([R, OVERLAPS], tl.int32)
-    for i in tl.static_range(BITS):
-        even, odd = tl.split(least.reshape(R, OVERLAPS, 1 << (BITS - 1 - i), 2))
-        lower = odd < even
-        if i == 0:
-            place = tl.where(lower, 1, 0)
-        else:
-            first, second = tl.split(place.reshape(R, OVERLAPS, 1 << (BITS - 1 - i), 2))
-            place = tl.where(lower, second + (1 << i), first)
-        least = tl.where(lower, odd, even)
-    return least.reshape(R, OVERLAPS), place.reshape(R, OVERLAPS)
-
-
-@triton.jit
 def _forward(
     z,
     live,
@@ -121,18 +104,41 @@ def _forward(
     R: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Costs `[R, OVERLAPS]` after all of the numbers; the choices of each are stored."""
-    at = choices + tl.arange(0, R)[:, None] * OVERLAPS + tl.arange(0, OVERLAPS)[None, :]
+    """Costs `[R, OVERLAPS]` after all of the numbers; the choices of each are stored.
+
+    Costs are kept by next overlap, and gathered for the states that lead to it: a layout of
+    registers that holds all the time, where reshaping would have the compiler carry several.
+    """
+    next_overlap = tl.arange(0, OVERLAPS)[None, :]
+    at = choices + tl.arange(0, R)[:, None] * OVERLAPS + next_overlap
     for t in range(D):
-        number = tl.load(z + (t + turn) % D, mask=live, other=0.0)
-        d = number[:, None, None] - levels[None, :, :]
-        # State `c * OVERLAPS + o` ends in code c and has overlap o; it is `2^BITS * p + r`, with
-        # the next overlap p and the code r that stays behind.
-        candidates = costs[:, None, :] + d * d
-        candidates = candidates.reshape(R, OVERLAPS, 1 << BITS)
-        costs, choice = _smallest(candidates, BITS, R, OVERLAPS)
+        number = tl.load(z + (t + turn) % D, mask=live, other=0.0)[:, None]
+        # The state `2^BITS * p + r` comes before the overlap p, and the code r stays behind.
+        for r in tl.static_range(1 << BITS):
+            overlap = ((next_overlap << BITS) + r) % OVERLAPS
+            before = tl.gather(costs, overlap.broadcast_to(R, OVERLAPS), 1)
+            d = number - levels[r]
+            candidate = before + d * d
+            if r == 0:
+                least = candidate
+                choice = tl.zeros([R, OVERLAPS], tl.int32)
+            else:
+                lower = candidate < least
+                least = tl.where(lower, candidate, least)
+                choice = tl.where(lower, r, choice)
+        costs = least
         tl.store(at + t * (R * OVERLAPS), choice.to(tl.uint8))
     return costs
+
+
+@triton.jit
+def _levels_by_code(table_ptr, BITS: tl.constexpr, OVERLAPS: tl.constexpr):
+    """For each code that stays behind, `[1, OVERLAPS]`: the levels by next overlap."""
+    levels = ()
+    for r in tl.static_range(1 << BITS):
+        state = (tl.arange(0, OVERLAPS)[None, :] << BITS) + r
+        levels = levels + (tl.load(table_ptr + state),)
+    return levels
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -148,10 +154,9 @@ def _search_kernel(
     R: tl.constexpr,
 ):
     """The states of the channels of each row: see `kvq.trellis.Trellis`."""
-    STATES: tl.constexpr = 1 << WINDOW_BITS
-    OVERLAPS: tl.constexpr = STATES >> BITS
+    OVERLAPS: tl.constexpr = 1 << (WINDOW_BITS - BITS)
     HALF: tl.constexpr = D // 2
-    levels = tl.load(table_ptr + tl.arange(0, STATES)).reshape(1 << BITS, OVERLAPS)
+    levels = _levels_by_code(table_ptr, BITS, OVERLAPS)
     choices = choices_ptr + tl.program_id(0).to(tl.int64) * (D * R * OVERLAPS)
     inside = tl.arange(0, R) * OVERLAPS
     for block in range(tl.program_id(0), tl.cdiv(num_rows, R), tl.num_programs(0)):
@@ -212,7 +217,7 @@ def trellis_states_of(x: Tensor, mode: Mode, spec: Any) -> Tensor:
         R=tile.rows,
         **launch.options(tile, mode),
     )
-    plan = launch.search_plan(trellis, num_rows)
+    plan = launch.search_plan(num_rows)
     choices = torch.empty(
         plan.programs * plan.rows * head_dim * trellis.num_overlaps,
         dtype=torch.uint8,

@@ -4,8 +4,9 @@ A process of its own, since the tests run the kernels interpreted:
 
     python -m tests.parity.compile_kernels cuda:90 int4 lloyd4
 
-prints one JSON object a line: mode, target, count of fused multiply-adds, how many of them the
-guess of a code does not explain, forbidden instructions, bytes of local memory.
+prints one JSON object a line: mode, target, kernel, count of fused multiply-adds, how many of them
+the guess of a code does not explain, forbidden instructions, bytes of local memory. A trellis mode
+has two kernels: the search goes before the write.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvq.kernels import cache, launch
+from kvq.kernels import trellis as search_kernels
 from kvq.kernels.quantize import row_spec
 from kvq.modes import Mode
 from kvq.modes import mode as find_mode
+from kvq.trellis import Trellis
 
 #: Approximate, flushing or truncating forms of what must be exact: in PTX, in LLVM's flags and
 #: attributes, and in AMD's assembly, where mode 3 keeps subnormals.
@@ -93,6 +96,22 @@ def compile_write(
     return triton.compile(source, target=target, options=options)
 
 
+def compile_search(
+    trellis: Trellis, target: GPUTarget, head_dim: int = 128
+) -> triton.compiler.CompiledKernel:
+    """The search of a trellis, which goes before the write."""
+    kernel = search_kernels._search_kernel
+    plan = launch.search_plan(65_536)
+    fixed = {"D": head_dim, "BITS": trellis.bits, "WINDOW_BITS": trellis.window_bits}
+    fixed["R"] = plan.rows
+    kinds = {"z_ptr": "*fp32", "states_ptr": "*i16", "choices_ptr": "*u8", "table_ptr": "*fp32"}
+    names = list(inspect.signature(kernel.fn).parameters)
+    signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in kinds}
+    source = ASTSource(kernel, signature, fixed, attributes)
+    return triton.compile(source, target=target, options=plan.options())
+
+
 def local_bytes(compiled: triton.compiler.CompiledKernel) -> int:
     """Bytes of local memory of a thread: what spilled."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -133,6 +152,24 @@ def amd_fused(assembly: str) -> tuple[int, int]:
     return fused, max(0, fused - 5 * exact)
 
 
+def examine(
+    compiled: triton.compiler.CompiledKernel, target: GPUTarget, guess: tuple[float, ...] = ()
+) -> dict[str, object]:
+    """What the compiler made of a kernel whose codes are guessed so."""
+    if target.backend != "cuda":
+        assembly = compiled.asm["amdgcn"]
+        fused, unexplained = amd_fused(assembly)
+        forbidden = FORBIDDEN_LLVM.findall(compiled.asm["llir"]) + FORBIDDEN_AMD.findall(assembly)
+        return {"fused": fused, "unexplained": unexplained, "forbidden": forbidden, "local": 0}
+    ptx = compiled.asm["ptx"]
+    return {
+        "fused": len(re.findall(r"\bfma\.", ptx)),
+        "unexplained": unexplained_sums(ptx, guess),
+        "forbidden": FORBIDDEN_PTX.findall(ptx),
+        "local": local_bytes(compiled) if int(target.arch) == 90 else 0,
+    }
+
+
 def main() -> None:
     backend, arch = sys.argv[1].split(":")
     target = GPUTarget(
@@ -140,22 +177,13 @@ def main() -> None:
     )
     for name in sys.argv[2:]:
         mode = find_mode(name)
-        compiled = compile_write(mode, target)
-        record: dict[str, object] = {"mode": mode.name, "target": sys.argv[1], "local": 0}
-        if backend == "cuda":
-            ptx = compiled.asm["ptx"]
-            spec = row_spec(mode, 128, 128, torch.bfloat16)
-            record["fused"] = len(re.findall(r"\bfma\.", ptx))
-            record["unexplained"] = unexplained_sums(ptx, spec.guess)
-            record["forbidden"] = FORBIDDEN_PTX.findall(ptx)
-            if int(arch) == 90:
-                record["local"] = local_bytes(compiled)
-        else:
-            assembly = compiled.asm["amdgcn"]
-            record["fused"], record["unexplained"] = amd_fused(assembly)
-            flags = FORBIDDEN_LLVM.findall(compiled.asm["llir"])
-            record["forbidden"] = flags + FORBIDDEN_AMD.findall(assembly)
-        print(json.dumps(record), flush=True)
+        spec = row_spec(mode, 128, 128, torch.bfloat16)
+        found = {"write": examine(compile_write(mode, target), target, spec.guess)}
+        if mode.trellis is not None:
+            found["search"] = examine(compile_search(mode.trellis, target), target)
+        for kernel, record in found.items():
+            about = {"mode": mode.name, "target": sys.argv[1], "kernel": kernel}
+            print(json.dumps(about | record), flush=True)
 
 
 if __name__ == "__main__":
