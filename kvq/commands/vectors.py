@@ -111,7 +111,7 @@ def check(
     """
     from kvq.checks import check_device_name
     from kvq.conformance.check import Functions, Selection, Source, check_vectors, load_dump
-    from kvq.conformance.manifest import read_manifest
+    from kvq.conformance.manifest import MANIFEST, read_manifest
     from kvq.conformance.outside import load_function
     from kvq.conformance.vectors import vector_mode
 
@@ -126,7 +126,7 @@ def check(
     check_device_name(device)
     source: Source
     if dump is not None:
-        source = load_dump(dump, read_manifest(folder))
+        source = load_dump(dump, read_manifest(folder / MANIFEST))
     else:
         functions = {option: load_function(option, text) for option, text in named.items()}
         source = Functions(
@@ -170,11 +170,10 @@ def _print(found: list[Any]) -> None:
             lines = [
                 ("first", str(difference.first)),
                 ("last", str(difference.last)),
-                ("rows by kind", _counts(difference.kinds)),
-                ("numbers", str(difference.numbers)),
+                ("rows", _counts(difference.kinds)),
             ]
             if difference.fields:
-                lines.append(("by field", _counts(difference.fields)))
+                lines.append(("numbers", _counts({"all": difference.numbers} | difference.fields)))
             print_table(difference.name, ("", ""), lines)
 
 

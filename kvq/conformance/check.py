@@ -17,7 +17,15 @@ from torch import Tensor
 
 from kvq.checks import INPUT_DTYPES, check_dtype, check_shape, check_tensor
 from kvq.conformance.difference import Difference, compare_attention, compare_rows
-from kvq.conformance.manifest import INPUTS, Case, Manifest, pick, read_file, read_manifest
+from kvq.conformance.manifest import (
+    INPUTS,
+    MANIFEST,
+    Case,
+    Manifest,
+    pick,
+    read_file,
+    read_manifest,
+)
 from kvq.conformance.outside import call, mode_argument
 from kvq.files import FileFormatError
 from kvq.modes import Mode
@@ -213,7 +221,7 @@ def check_vectors(
         FileFormatError: A file of the folder is not what its manifest says.
         TypeError, ValueError: An answer is missing, or of another type, dtype or shape.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder / MANIFEST)
     cases = selection.cases(manifest)
     path = folder / INPUTS
     inputs = pick(path, read_file(path), manifest.inputs)

@@ -33,9 +33,9 @@ WORD_FIELDS: Final[Mapping[StoredWord, Mapping[str, int]]] = {
 class Place(NamedTuple):
     """One number that differs."""
 
-    #: The row, or for attention the token.
+    #: The row.
     row: int
-    #: The kind of planted row, or for attention the head.
+    #: The kind of planted row; of a row of attention its token and head.
     kind: str
     #: Where in the row.
     where: str
@@ -55,12 +55,12 @@ class Difference(NamedTuple):
 
     #: `{mode}.{dtype}.{head_dim}.{part}`
     name: str
-    #: Rows that were compared, and those that differ.
+    #: Rows that were compared, and those that differ; each token and head is one of attention.
     rows: int
     differ: int
     #: Bytes, words or values that differ in them.
     numbers: int
-    #: The rows that differ, by kind of planted row.
+    #: The rows that differ, by kind of planted row; those of attention by query head.
     kinds: Mapping[str, int]
     #: Numbers that differ in each of their fields.
     fields: Mapping[str, int]
@@ -128,14 +128,14 @@ def compare_attention(name: str, found: Tensor, exact: Tensor, allowed: Tensor) 
     for end in (0, -1) if len(places) else ():
         token, head = place = tuple(places[end].tolist())
         ends[end] = Place(
-            token,
-            f"query head {head}",
+            token * allowed.shape[1] + head,
+            f"token {token}, query head {head}",
             f"channel {int(channels[place])}",
             f"an error of at most {float(allowed[place]):.3g}",
             f"{float(errors[place]):.3g}",
         )
-    heads = Counter(f"query head {head}" for head in places[:, 1].tolist())
-    return Difference(name, allowed.numel(), len(places), len(places), heads, {}, *ends)
+    counts = Counter(f"query head {head}" for head in places[:, 1].tolist())
+    return Difference(name, allowed.numel(), len(places), len(places), counts, {}, *ends)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ PARTS: Final[Mapping[str, str]] = {
     "codes": "[rows, bytes] uint8: the packed codes of x",
     "words": "[rows] float32 or float16: the stored words of x",
     "values": "[rows, head_dim] float32: what codes and words read as",
+    "signs": "[rounds, head_dim] float32: +1 and -1, of a mode that rotates",
     "key_codes": "[blocks, heads, block_size, bytes] uint8: a paged cache of keys",
     "key_words": "[blocks, heads, block_size]",
     "value_codes": "the same of values",
@@ -162,13 +163,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     (folder / MANIFEST).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
-    """Read and check the manifest of a folder.
+def read_manifest(path: Path) -> Manifest:
+    """Read and check a manifest.
 
     Raises:
         FileFormatError: It cannot be read, or breaks a rule of the format.
     """
-    path = Path(folder) / MANIFEST
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(document, dict):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from kvq.analysis.planted_rows import KINDS, planted_rows
@@ -23,7 +24,7 @@ from kvq.conformance.manifest import (
 )
 from kvq.modes import INT4_FIRST_IMPLEMENTATION, SMALLEST_BLOCK, Mode
 from kvq.modes import mode as resolve_mode
-from kvq.reference import dequantize, quantize
+from kvq.reference import dequantize, quantize, signs
 
 #: Head sizes by default: one block of the rotation, three blocks, one block.
 HEAD_DIMS: Final = (64, 96, 128)
@@ -147,8 +148,11 @@ def _parts(
     x, query = (inputs[f"{dtype}.{head_dim}.{name}"] for name in ("x", "query"))
     codes, words = quantize(x, mode)
     values = dequantize(codes, words, mode, head_dim)
-    write_and_read = {"codes": codes, "words": words, "values": values}
-    return [*write_and_read.items(), *attention_case(mode, query, seed).items()]
+    made = {"codes": codes, "words": words, "values": values}
+    if (rotation := mode.rotation) is not None:
+        rounds = [signs(head_dim, rotation, index) for index in range(rotation.rounds)]
+        made["signs"] = torch.stack(rounds)
+    return [*made.items(), *attention_case(mode, query, seed).items()]
 
 
 def _check(
