@@ -36,6 +36,13 @@ def flipped_codes(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     return codes, words
 
 
+def codes_of_both_planes(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    """The first bit of byte 7 and that of byte 8, of row 0."""
+    codes, words = kvq.quantize(x, mode)
+    codes[0, 7:9] ^= 1
+    return codes, words
+
+
 def flipped_words(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     """The last bit of the word of row 5, and the first and the last of that of row 10."""
     codes, words = kvq.quantize(x, mode)

@@ -104,8 +104,8 @@ def test_a_better_precision_agrees(folder: Path) -> None:
 
 
 def test_functions_get_copies(folder: Path) -> None:
-    functions = ("--impl", f"{HERE}:in_place", "--attention", "kvq:paged_attention")
-    check(folder, *functions, "--mode", "int8")
+    # Of the rows that the first mode was given, the second must not see what became of them.
+    check(folder, "--impl", f"{HERE}:in_place", "--mode", "int8", "--mode", "fp8")
 
 
 # What is wrong
@@ -135,6 +135,15 @@ def test_wrong_codes_of_three_bits(folder: Path) -> None:
     high = int(codes[9]) >> 5 & 1
     assert first["expected"] == f"0x{int(codes[9]):02x} (code {4 * high + low})"
     assert first["found"] == f"0x{int(codes[9]) ^ 0x20:02x} (code {4 * (1 - high) + low})"
+
+
+def test_the_channel_is_of_the_byte_that_is_told(folder: Path) -> None:
+    # The high bit of channel 0 is wrong as well, but it lies in byte 8; byte 7 comes first.
+    wrong = ("--impl", f"{HERE}:codes_of_both_planes", "--mode", "lloyd3", "--dtype", "float32")
+    (row,) = only_wrong(check(folder, *wrong, code=1)).values()
+    assert (row["differ"], row["numbers"]) == (1, 2)
+    assert row["first"]["where"] == "byte 7, channel 28"
+    assert row["last"]["where"] == "byte 8, channel 0"
 
 
 def test_wrong_codes_as_they_are_printed(folder: Path) -> None:
@@ -247,6 +256,10 @@ def test_kinds_can_be_skipped(folder: Path) -> None:
     assert [row["kinds"] for row in found.values()] == [{"not_finite": 2}]
     found = check(folder, *wrong, "--skip-kind", "not_finite")
     assert all(row["rows"] == 38 for row in found.values())
+    # Rows keep their numbers when others before them are left out.
+    wrong = ("--impl", f"{HERE}:flipped_codes", "--mode", "int8", "--dtype", "float32")
+    found = only_wrong(check(folder, *wrong, "--skip-kind", "gaussian", code=1))
+    assert [row["first"]["row"] for row in found.values()] == [7]
 
 
 @pytest.mark.parametrize(
@@ -312,6 +325,10 @@ def test_wrong_answers_in_a_file(folder: Path, answers: dict[str, Tensor], tmp_p
     ("change", "message"),
     [
         (lambda t: t.pop(f"{INT4}.words"), f"must hold {INT4}.words, got no such tensor"),
+        (
+            lambda t: [t.pop(name) for name in list(t) if not name.endswith("codes")],
+            f"must hold {INT4}.words, got no such tensor",
+        ),
         (lambda t: t.update({f"{INT4}.code": t.pop(f"{INT4}.codes")}), f"got '{INT4}.code'"),
         (
             lambda t: t.update({f"{INT4}.codes": t[f"{INT4}.codes"].int()}),
