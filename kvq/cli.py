@@ -112,7 +112,7 @@ def _epilog(examples: tuple[str, ...]) -> str:
 for _name, _module in COMMANDS.items():
     app.command(_name, epilog=_epilog(_module.EXAMPLES))(_guarded(_module.command))
 for _group, _module in GROUPS.items():
-    _commands = typer.Typer(no_args_is_help=True, help=_module.__doc__)
+    _commands = typer.Typer(no_args_is_help=True, help=_module.HELP)
     for _name, _command in _module.COMMANDS.items():
         _commands.command(_name, epilog=_epilog(_module.EXAMPLES[_name]))(_guarded(_command))
     app.add_typer(_commands, name=_group)

@@ -9,6 +9,8 @@ import typer
 
 from kvq.commands.output import Json, print_json, print_table, say
 
+#: What `kvq --help` says of both.
+HELP: Final = "Export conformance vectors, or check an outside implementation against them."
 #: By subcommand.
 EXAMPLES: Final = {
     "export": (

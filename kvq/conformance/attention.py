@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvq.analysis.attention_budget import attention_budget
 from kvq.analysis.planted_rows import rows_of_kind
-from kvq.conformance.manifest import Paged
+from kvq.conformance.manifest import INDEX, Paged
 from kvq.modes import Mode
 from kvq.reference import paged_attention, reshape_and_cache
 from kvq.tier import PagedKV, new_paged_kv
@@ -96,9 +96,7 @@ def _budget(query: Tensor, key_cache: PagedKV, value_cache: PagedKV) -> tuple[Te
     dequantized in float32.
     """
     index, scale = index_tensors(), query.shape[2] ** -0.5
-    table, lengths, starts = (
-        index[name] for name in ("block_table", "seq_lens", "query_start_loc")
-    )
+    table, lengths, starts = (index[name] for name in INDEX)
     caches = (key_cache, value_cache)
     budget = attention_budget(query, *caches, table, lengths, starts, scale=scale)
     output = paged_attention(query, *caches, table, lengths, starts, scale=scale)

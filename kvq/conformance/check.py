@@ -18,6 +18,7 @@ from torch import Tensor
 from kvq.checks import INPUT_DTYPES, check_dtype, check_shape, check_tensor
 from kvq.conformance.difference import Difference, compare_attention, compare_rows
 from kvq.conformance.manifest import (
+    INDEX,
     INPUTS,
     MANIFEST,
     Case,
@@ -133,7 +134,7 @@ class Functions:
         if self.attention is not None:
             key_codes, key_words = give(vectors, "key_codes", "key_words")
             value_codes, value_words = give(vectors, "value_codes", "value_words")
-            index = give(inputs, "block_table", "seq_lens", "query_start_loc")
+            index = give(inputs, *INDEX)
             found["output"] = call(
                 "attention",
                 self.attention,

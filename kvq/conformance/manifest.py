@@ -35,6 +35,8 @@ SCHEMA: Final = "kvq-vectors/1"
 MANIFEST: Final = "manifest.json"
 #: The name of the file of inputs.
 INPUTS: Final = "inputs.safetensors"
+#: The index tensors of the paged cache, among the inputs.
+INDEX: Final = ("block_table", "seq_lens", "query_start_loc")
 #: The tensors of a case, and what each is.
 PARTS: Final[Mapping[str, str]] = {
     "codes": "[rows, bytes] uint8: the packed codes of x",
@@ -131,6 +133,21 @@ class Manifest:
                 raise ValueError(f"modes must hold {case.mode} once, got {names.count(case.mode)}")
             if os.path.basename(case.file) != case.file:
                 raise ValueError(f"file must be in the folder of the manifest, got {case.file!r}")
+            self._check_tensors(case)
+
+    def _check_tensors(self, case: Case) -> None:
+        """Everything that a check needs is recorded."""
+        form = f"{case.dtype}.{case.head_dim}"
+        shapes = {record.name: record.shape for record in (*case.tensors, *self.inputs)}
+        by_row = [f"{case.key}.{part}" for part in ("codes", "words", "values")]
+        by_row.append(f"{form}.x")
+        others = [f"{case.key}.{part}" for part in PARTS if part != "signs"]
+        for name in (*by_row, *others, f"{form}.query", *INDEX):
+            if name not in shapes:
+                raise ValueError(f"tensors must include {name}, got no such tensor")
+        for name in by_row:
+            if shapes[name][:1] != (self.rows,):
+                raise ValueError(f"{name} must have {self.rows} rows, got {[*shapes[name]]}")
 
     def mode(self, case: Case) -> Mode:
         """The mode of a case."""
@@ -205,6 +222,12 @@ def pick(
         tensor = tensors.get(record.name)
         if tensor is None:
             raise FileFormatError(path, f"must hold {record.name}, got no such tensor")
+        if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (record.shape, record.dtype):
+            raise FileFormatError(
+                path,
+                f"{record.name} must be {record.dtype} {[*record.shape]} as in the manifest, "
+                f"got {dtype_name(tensor.dtype)} {[*tensor.shape]}",
+            )
         if tensor_sha256(tensor) != record.sha256:
             raise FileFormatError(
                 path, f"{record.name} must have the SHA-256 of the manifest, got another"

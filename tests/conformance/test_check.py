@@ -429,7 +429,7 @@ def copied(folder: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_changed_vectors(copied: Path) -> None:
+def test_changed_vectors(folder: Path, copied: Path) -> None:
     arguments = ("check", copied, "--impl", "kvq:quantize", "--mode")
     assert not run(*arguments, "int4").stdout.count(" 1 ")
     path = copied / "int4_per_token_head.safetensors"
@@ -438,6 +438,12 @@ def test_changed_vectors(copied: Path) -> None:
     path.write_bytes(contents)
     assert "must have the SHA-256 of the manifest, got another" in error(*arguments, "int4")
     assert "int8_per_token_head.safetensors: cannot be read" in error(*arguments, "int8")
+    document = (copied / MANIFEST).read_text()
+    (copied / MANIFEST).write_text(document.replace('"uint8"', '"int8"'))
+    (copied / "int4_per_token_head.safetensors").write_bytes(
+        (folder / "int4_per_token_head.safetensors").read_bytes()
+    )
+    assert "codes must be int8 [40, 16] as in the manifest, got uint8" in error(*arguments, "int4")
     contents = bytearray((copied / INPUTS).read_bytes())
     contents[-1] ^= 1
     (copied / INPUTS).write_bytes(contents)

@@ -245,6 +245,15 @@ def edited(folder: Path, tmp_path: Path, change) -> Path:
         (lambda d: d.pop("cases"), "manifest.cases must be present"),
         (lambda d: d["modes"].pop(), "modes must hold trellis2_per_token_head once, got 0"),
         (lambda d: d["cases"][0].update(file="../x"), "file must be in the folder of the manife"),
+        (
+            lambda d: d["cases"][3]["tensors"].pop(2),
+            "tensors must include int8_per_token_head.float32.96.key_codes, got no such tensor",
+        ),
+        (lambda d: d["inputs"].pop(), "tensors must include seq_lens, got no such tensor"),
+        (
+            lambda d: d["inputs"][3].update(shape=[42, 32]),
+            r"bfloat16.96.x must have 43 rows, got \[42, 32\]",
+        ),
         (lambda d: d["cases"][0].update(head_dim="x"), "head_dim must be int, got 'x'"),
     ],
 )
