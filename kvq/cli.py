@@ -28,6 +28,7 @@ from kvq.commands import (
     recommend,
     report,
     serving,
+    vectors,
 )
 from kvq.commands.output import say
 
@@ -47,6 +48,9 @@ COMMANDS: Final = {
     "eval": evaluate,
     "serving": serving,
 }
+
+#: Commands of two words: the first, and the module of the others.
+GROUPS: Final = {"vectors": vectors}
 
 app = typer.Typer(
     name="kvq",
@@ -107,6 +111,11 @@ def _epilog(examples: tuple[str, ...]) -> str:
 
 for _name, _module in COMMANDS.items():
     app.command(_name, epilog=_epilog(_module.EXAMPLES))(_guarded(_module.command))
+for _group, _module in GROUPS.items():
+    _commands = typer.Typer(no_args_is_help=True, help=_module.HELP)
+    for _name, _command in _module.COMMANDS.items():
+        _commands.command(_name, epilog=_epilog(_module.EXAMPLES[_name]))(_guarded(_command))
+    app.add_typer(_commands, name=_group)
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ FLOORS = (
     {"__init__"},
     {"data", "encoded_files"},
     {"analysis", "compat", "integrations"},
-    {"evaluation"},
+    {"conformance", "evaluation"},
     {"commands"},
     {"cli"},
     {"__main__"},

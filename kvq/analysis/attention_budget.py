@@ -25,6 +25,8 @@ class Budget(NamedTuple):
     exact: Tensor
     #: `[T, Hq]` float64: of the largest error over the channels.
     allowed: Tensor
+    #: `[T, Hq]` float64: the part of it that is twice the error of plain attention.
+    plain: Tensor
 
 
 def attention_budget(
@@ -41,7 +43,7 @@ def attention_budget(
 
     The sequences must be at least as long as their queries are many.
     """
-    exact, allowed = [], []
+    exact, allowed, twice = [], [], []
     half_ulp = torch.finfo(query.dtype).eps / 2
     starts = query_start_loc.tolist()
     for index, length in enumerate(seq_lens.tolist()):
@@ -60,11 +62,12 @@ def attention_budget(
             plain = F.scaled_dot_product_attention(
                 rows, key.to(query.dtype), value.to(query.dtype), attn_mask=visible, scale=scale
             )
-        error = (plain.double() - output).abs().amax(-1)
+        error = 2 * (plain.double() - output).abs().amax(-1)
         mean = (weights @ value.abs()).amax(-1)
         exact.append(output.transpose(0, 1))
-        allowed.append((2 * error + 2 * half_ulp * mean).transpose(0, 1))
-    return Budget(torch.cat(exact), torch.cat(allowed))
+        allowed.append((error + 2 * half_ulp * mean).transpose(0, 1))
+        twice.append(error.transpose(0, 1))
+    return Budget(torch.cat(exact), torch.cat(allowed), torch.cat(twice))
 
 
 def _dequantized(cache: PagedKV, blocks: Tensor, length: int) -> Tensor:

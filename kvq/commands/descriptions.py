@@ -29,9 +29,12 @@ def describe(path: Path) -> Description:
         FileFormatError: It is not one of ours, or breaks a rule of its format.
     """
     from kvq import activations, calibration_files, codebook_files, encoded_files
+    from kvq.conformance import manifest as vectors
     from kvq.files import FileFormatError, identify
 
     if path.suffix == ".json":
+        if _json_schema(path) == vectors.SCHEMA:
+            return describe_vectors(path)
         return describe_manifest(path)
     schema = identify(path)
     if schema == activations.SCHEMA:
@@ -42,6 +45,10 @@ def describe(path: Path) -> Description:
         return describe_calibration(calibration_files.load_calibration(path))
     if schema == encoded_files.SCHEMA:
         return describe_encoded(encoded_files.load_encoded(path))
+    if schema == vectors.SCHEMA:
+        tensors = sorted(vectors.read_file(path).items())
+        described = [{"name": name, "tensor": _shape(tensor)} for name, tensor in tensors]
+        return {"schema": schema, "tensors": described}
     raise FileFormatError(path, f"schema must be one that this version knows, got {schema!r}")
 
 
@@ -179,6 +186,50 @@ def describe_manifest(path: Path) -> Description:
         raise FileFormatError(path, f"cannot be read ({error.strerror})") from None
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise FileFormatError(path, f"not a valid manifest ({error})") from None
+
+
+def describe_vectors(path: Path) -> Description:
+    """What a manifest of conformance vectors records, and whether its files are as recorded.
+
+    Raises:
+        FileFormatError: It is not a manifest of vectors.
+    """
+    from kvq.conformance import manifest as vectors
+    from kvq.files import FileFormatError
+    from kvq.records import to_json
+
+    manifest = vectors.read_manifest(path)
+    recorded = {vectors.INPUTS: manifest.inputs}
+    for case in manifest.cases:
+        recorded[case.file] = recorded.get(case.file, ()) + case.tensors
+    files = []
+    for name, records in recorded.items():
+        state = AS_RECORDED if (path.parent / name).is_file() else "missing"
+        try:
+            if state == AS_RECORDED:
+                vectors.pick(path, vectors.read_file(path.parent / name), records)
+        except FileFormatError:
+            state = "changed"
+        files.append({"file": name, "tensors": len(records), "state": state})
+    return {
+        "schema": vectors.SCHEMA,
+        "rows": manifest.rows,
+        "seed": manifest.seed,
+        "cases": len(manifest.cases),
+        "files": files,
+        "kinds": {kind.name: kind.what for kind in manifest.kinds},
+        "modes": {mode.name: to_json(mode) for mode in manifest.modes},
+        "provenance": dict(manifest.versions),
+    }
+
+
+def _json_schema(path: Path) -> object:
+    """What a JSON file calls itself, if it can be read."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return document.get("schema") if isinstance(document, dict) else None
 
 
 def _state(folder: Path, name: str, sha256: str) -> str:

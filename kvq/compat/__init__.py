@@ -1,0 +1,1 @@
+"""Caches of other programs: their bytes as this package's, and back."""

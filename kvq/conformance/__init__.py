@@ -1,0 +1,1 @@
+"""Conformance vectors: what every mode must write and read, for kernels that others wrote."""
