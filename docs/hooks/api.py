@@ -64,10 +64,10 @@ def _index() -> str:
         lines.append((f"[`{_name(path)}`]({target})", " ".join(text.partition("\n\n")[0].split())))
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return (
-        "# API\n\nThese pages are made from the docstrings. `T` is the number of tokens, `H` of KV "
-        "heads, `D` the head size and `B` the bytes of the codes of one row. A line *Exactness* "
-        "says what is the same bit for bit, and where; a line *Source*, where a thing comes "
-        f"from.\n\n{table}"
+        "# API\n\nThese pages are made from the docstrings. `T` is the number of tokens, `H` of "
+        "KV heads, `D` the head size and `B` the bytes of the codes of one row. A line "
+        "*Exactness* says what is the same bit for bit, and where; a line *Source*, where a thing "
+        f"comes from.\n\n{table}"
     )
 
 
