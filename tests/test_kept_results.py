@@ -107,6 +107,13 @@ def test_evaluations(table: Table) -> None:
             assert expected in candidates or not expected, (recipe, candidates)
 
 
+def test_the_named_recipes() -> None:
+    (table,) = chosen("name")
+    assert [row[0] for row in table.rows] == list(NAMED)
+    for name, keys, values in table.rows:
+        assert NAMED[name].startswith(f"k={keys},v={values},")
+
+
 def full_name(short: str) -> str:
     return kvq.mode(short).name
 

@@ -40,7 +40,7 @@ _FAMILY_COLUMNS: Final = (
     "vs bf16",
     "levels",
     *_PART_COLUMNS[:3],
-    "modes",
+    "other ends, other names",
 )
 
 
@@ -104,10 +104,11 @@ def family_table(head_dim: int) -> str:
     """The table of families in Markdown, most bits first.
 
     A family is what is normalized alike and has the same codes: its modes differ in the scale fit,
-    the search and the stored word.
+    the search and the stored word. They go by the ends of their names; what begins otherwise is
+    named in full.
     """
     rows = [
-        (f"`{stem}`", *rest, ", ".join(f"`{name}`" for name in names.split(", ")))
+        (f"`{stem}`", *rest, ", ".join(f"`{name}`" for name in names.split(", ") if name))
         for stem, *rest, names in _families(head_dim)
     ]
     return _markdown(_FAMILY_COLUMNS, rows)
@@ -151,11 +152,13 @@ def _families(head_dim: int) -> list[tuple[str, ...]]:
         names = [short_name(mode.name) for mode in modes]
         # The name that most of the others begin with; the shortest, if several do.
         stem = max(names, key=lambda name: (sum(n.startswith(name) for n in names), -len(name)))
-        names.sort(key=lambda name: not name.startswith(stem))
+        names.remove(stem)
+        others = [name.removeprefix(stem) for name in names]
+        others.sort(key=lambda name: not name.startswith("_"))
         costs = [_costs(mode, head_dim) for mode in modes]
         bits, ratios = (" / ".join(dict.fromkeys(cost[i] for cost in costs)) for i in (0, -1))
         shared = (str(modes[0].levels), *_parts(modes[0])[:3])
-        rows.append((stem, bits, ratios, *shared, ", ".join(names)))
+        rows.append((stem, bits, ratios, *shared, ", ".join(others)))
     return rows
 
 
