@@ -27,7 +27,7 @@ test: lint types
 test-all: lint types
 	$(PYTEST) -m ""
 
-## The site of docs/, in ./site, with warnings as errors.
+## The site of docs/, in ./site, with warnings as errors (which `--quiet` would not count).
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
