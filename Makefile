@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: report figures test test-all lint types format readme wheel clean
+.PHONY: report figures test test-all docs lint types format readme wheel clean
 
 ## The main job, on the embedded sample: writes ./report.
 report: $(VENV)/installed
@@ -27,6 +27,10 @@ test: lint types
 test-all: lint types
 	$(PYTEST) -m ""
 
+## The site of docs/, in ./site, with warnings as errors (which `--quiet` would not count).
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,16 +42,16 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-## Rewrite the table of modes in the README.
+## Rewrite the tables of modes in the README and in the guide.
 readme: $(VENV)/installed
-	$(BIN)/kvq modes --into README.md
+	$(BIN)/kvq modes --into README.md --into docs/guide/modes.md
 
 ## The source distribution and the wheel, in ./dist.
 wheel: $(VENV)/installed-dev
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) build dist report figures *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist report figures site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -59,4 +63,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "installing what the tests need into $(VENV) (once)"
 	$(PIP) -e '.[dev,hf]'
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	@echo "installing what the site needs into $(VENV) (once)"
+	$(PIP) -e '.[docs]'
 	touch $@

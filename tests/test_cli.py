@@ -19,8 +19,9 @@ import kvq
 from kvq.activations import Activations, LayerActivations, save_activations
 from kvq.cli import COMMANDS, app
 from kvq.codebook_files import load_codebook
-from kvq.commands.modes import markdown_table, with_table
+from kvq.commands.modes import family_table, with_tables
 from kvq.encoded_files import load_encoded
+from kvq.modes import short_name
 from tests.compare import assert_bit_exact
 
 ROOT = Path(__file__).parents[1]
@@ -146,9 +147,26 @@ def test_modes_that_refuse_a_head_size() -> None:
     assert error("modes", "--head-dim", 0) == "head_dim must be at least 1, got 0"
 
 
-def test_the_readme_is_in_step() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme == with_table(readme, markdown_table(128)), "run: make readme"
+@pytest.mark.parametrize("name", ["README.md", "docs/guide/modes.md"])
+def test_the_tables_of_modes_are_in_step(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert text == with_tables(text, 128), "run: make readme"
+
+
+def test_every_mode_is_in_one_family() -> None:
+    rows = [line.replace("`", "").split("|")[1:-1] for line in family_table(128).splitlines()[2:]]
+    names = []
+    for stem, *_, others in rows:
+        names.append(stem.strip())
+        for other in filter(None, map(str.strip, others.split(","))):
+            names.append(stem.strip() + other if other.startswith("_") else other)
+    assert sorted(names) == sorted(short_name(mode) for mode in kvq.MODES)
+    # One row for what has the same codes: `int2` is among those of `lloyd2`.
+    (row,) = (line for line in family_table(128).splitlines() if "`int2`" in line)
+    assert row.startswith("| `lloyd2` | 2.25 / 2.125 | ")
+    text = run("modes", "--families").stdout
+    assert text.count("gaussian_4") == 1
+    assert all(row[0] in text for row in rows)
 
 
 def test_modes_into_a_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -10,10 +11,18 @@ import typer
 from kvq.commands.output import Json, print_json, print_table, say
 from kvq.modes import MODES, SUFFIX, Mode, short_name
 
-EXAMPLES: Final = ("kvq modes", "kvq modes --head-dim 64 --json", "kvq modes --into README.md")
+EXAMPLES: Final = (
+    "kvq modes",
+    "kvq modes --families",
+    "kvq modes --head-dim 64 --json",
+    "kvq modes --into README.md",
+)
 
-#: What surrounds the generated table in a Markdown file.
-MARKERS: Final = ("<!-- kvq modes: begin -->\n", "<!-- kvq modes: end -->\n")
+#: What surrounds each generated table in a Markdown file.
+MARKERS: Final = {
+    "modes": ("<!-- kvq modes: begin -->\n", "<!-- kvq modes: end -->\n"),
+    "families": ("<!-- kvq families: begin -->\n", "<!-- kvq families: end -->\n"),
+}
 
 _BF16_BITS: Final = 16
 _COST_COLUMNS: Final = (
@@ -25,14 +34,27 @@ _COST_COLUMNS: Final = (
     "vs bf16",
 )
 _PART_COLUMNS: Final = ("rotation", "normalization", "codes", "scale fit", "word")
+_FAMILY_COLUMNS: Final = (
+    "family",
+    "bits per value",
+    "vs bf16",
+    "levels",
+    *_PART_COLUMNS[:3],
+    "other ends, other names",
+)
 
 
 def command(
     *,
     head_dim: Annotated[int, typer.Option(help="Channels of a row.")] = 128,
+    families: Annotated[
+        bool,
+        typer.Option("--families", help="One row for the modes that differ in fit and word only."),
+    ] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     into: Annotated[
-        Path | None, typer.Option(help="Rewrite the table between the markers of this file.")
+        list[Path] | None,
+        typer.Option(help="Rewrite the tables between the markers of this file; repeatable."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -42,14 +64,21 @@ def command(
     """
     if head_dim < 1:
         raise ValueError(f"head_dim must be at least 1, got {head_dim}")
-    if into is not None:
-        text = into.read_text(encoding="utf-8")
-        into.write_text(with_table(text, markdown_table(head_dim)), encoding="utf-8")
-        say(f"wrote the table of modes into {into}")
+    if into:
+        for path in into:
+            text = with_tables(path.read_text(encoding="utf-8"), head_dim)
+            path.write_text(text, encoding="utf-8")
+            say(f"wrote the tables of modes into {path}")
     elif json:
         print_json([_record(mode, head_dim) for mode in MODES.values()])
     elif markdown:
-        typer.echo(markdown_table(head_dim), nl=False)
+        typer.echo((family_table if families else markdown_table)(head_dim), nl=False)
+    elif families:
+        print_table(
+            f"Families of storage modes at head size {head_dim}; each name ends in {SUFFIX}",
+            _FAMILY_COLUMNS,
+            _families(head_dim),
+        )
     else:
         print_table(
             f"Storage modes at head size {head_dim}; each name ends in {SUFFIX}",
@@ -67,24 +96,70 @@ def command(
 
 def markdown_table(head_dim: int) -> str:
     """The table of modes in Markdown."""
-    columns = (*_COST_COLUMNS, *_PART_COLUMNS)
-    lines = [columns, ("---",) * len(columns)]
-    lines += [(f"`{mode}`", *_costs(mode, head_dim), *_parts(mode)) for mode in MODES.values()]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    rows = [(f"`{mode}`", *_costs(mode, head_dim), *_parts(mode)) for mode in MODES.values()]
+    return _markdown((*_COST_COLUMNS, *_PART_COLUMNS), rows)
 
 
-def with_table(text: str, table: str) -> str:
-    """`text` with `table` between the markers.
+def family_table(head_dim: int) -> str:
+    """The table of families in Markdown, most bits first.
+
+    A family is what is normalized alike and has the same codes: its modes differ in the scale fit,
+    the search and the stored word. They go by the ends of their names; what begins otherwise is
+    named in full.
+    """
+    rows = [
+        (f"`{stem}`", *rest, ", ".join(f"`{name}`" for name in names.split(", ") if name))
+        for stem, *rest, names in _families(head_dim)
+    ]
+    return _markdown(_FAMILY_COLUMNS, rows)
+
+
+def with_tables(text: str, head_dim: int) -> str:
+    """`text` with each table whose markers it has.
 
     Raises:
-        ValueError: The markers are not there.
+        ValueError: It has none, or an end is missing.
     """
-    begin, end = MARKERS
+    tables = {"modes": markdown_table, "families": family_table}
+    found = [name for name, (begin, _) in MARKERS.items() if begin in text]
+    for name in found or ["modes"]:
+        text = _with_table(text, tables[name](head_dim), MARKERS[name])
+    return text
+
+
+def _with_table(text: str, table: str, markers: tuple[str, str]) -> str:
+    """`text` with `table` between the markers."""
+    begin, end = markers
     before, found_begin, rest = text.partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):
         raise ValueError(f"text must hold the lines {begin.strip()} and {end.strip()}")
     return f"{before}{begin}{table}{end}{after}"
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _families(head_dim: int) -> list[tuple[str, ...]]:
+    """The cells of `_FAMILY_COLUMNS` for each family, most bits first."""
+    families: dict[tuple[str, ...], list[Mode]] = {}
+    for mode in MODES.values():
+        families.setdefault((str(mode.bits), *_parts(mode)[:3]), []).append(mode)
+    rows = []
+    for modes in sorted(families.values(), key=lambda members: -members[0].bits):
+        names = [short_name(mode.name) for mode in modes]
+        # The name that most of the others begin with; the shortest, if several do.
+        stem = max(names, key=lambda name: (sum(n.startswith(name) for n in names), -len(name)))
+        names.remove(stem)
+        others = [name.removeprefix(stem) for name in names]
+        others.sort(key=lambda name: not name.startswith("_"))
+        costs = [_costs(mode, head_dim) for mode in modes]
+        bits, ratios = (" / ".join(dict.fromkeys(cost[i] for cost in costs)) for i in (0, -1))
+        shared = (str(modes[0].levels), *_parts(modes[0])[:3])
+        rows.append((stem, bits, ratios, *shared, ", ".join(others)))
+    return rows
 
 
 def _suits(mode: Mode, head_dim: int) -> bool:
