@@ -27,6 +27,8 @@ from kvq.rounding import Rounding
 from kvq.scale_word import StoredWord
 from tests.cases import CODEBOOK_MODES, DTYPES, VARIANTS
 
+#: Where tensors are drawn: the kernels run interpreted without a GPU, compiled with one.
+DEVICE: Final = "cuda" if torch.cuda.is_available() else "cpu"
 #: For `parametrize`: both tiers, by name.
 TIERS: Final = ("reference", "kernels")
 #: Numbers that are hard on some mode, or on any.
@@ -99,7 +101,10 @@ rotations = st.builds(
     round_to_input=st.booleans(),
 )
 _ROUNDINGS = (Rounding.HALF_AWAY, Rounding.HALF_EVEN, Rounding.TOWARD_ZERO)
-_GAINS = st.lists(st.floats(2.0**-8, 2.0**8, width=32), max_size=4).map(tuple)
+_GAINS = st.lists(
+    st.one_of(st.floats(0.25, 4.0, width=32), st.sampled_from((2.0**-140, 2.0**-30, 2.0**100))),
+    max_size=4,
+).map(tuple)
 
 
 @st.composite
@@ -211,7 +216,7 @@ def views(draw: st.DrawFn, values: Tensor, *, dense_last: bool = False) -> View:
     offset = draw(st.sampled_from((0, 0, 1, 3, 16)))
     outer = [size * step + gap for size, step, gap in zip(values.shape, steps, gaps, strict=True)]
     poison = POISON.get(values.dtype, math.nan)
-    memory = torch.full((offset + math.prod(outer),), poison, dtype=values.dtype)
+    memory = torch.full((offset + math.prod(outer),), poison, dtype=values.dtype, device=DEVICE)
     tensor = memory[offset:].view([outer[axis] for axis in axes])
     tensor = tensor.permute([axes.index(axis) for axis in range(values.ndim)])
     for axis, (size, step) in enumerate(zip(values.shape, steps, strict=True)):

@@ -16,6 +16,7 @@ from tests import oracle
 from tests.compare import assert_bit_exact
 from tests.expected import expected, expected_values, sign_rows
 from tests.fuzz.strategies import (
+    DEVICE,
     TIERS,
     dtypes,
     examples,
@@ -45,8 +46,8 @@ def draw_rows(data: st.DataObject, mode: Mode, most: int = 6) -> Tensor:
 def assert_same_numbers(actual: Tensor, wanted: Tensor, what: str) -> None:
     """To the bit, but for the bits of a NaN that arithmetic made: they are the machine's."""
     assert_bit_exact(
-        torch.where(actual.isnan(), torch.nan, actual),
-        torch.where(wanted.isnan(), torch.nan, wanted),
+        actual.masked_fill(actual.isnan(), torch.nan).cpu(),
+        wanted.masked_fill(wanted.isnan(), torch.nan),
         what,
     )
 
@@ -136,14 +137,15 @@ def test_packing(data: st.DataObject) -> None:
     generator = np.random.default_rng(data.draw(seeds))
     drawn = generator.integers(0, 2**bits, shape, dtype=np.uint8)
     codes = data.draw(inputs(torch.from_numpy(drawn)))
-    packed = torch.from_numpy(oracle.pack(codes.numpy(), bits))
+    packed = torch.from_numpy(oracle.pack(codes.cpu().numpy(), bits))
     everything = generator.integers(0, 256, packed.shape, dtype=np.uint8)
     raw = data.draw(inputs(torch.from_numpy(everything)))
-    unpacked = torch.from_numpy(oracle.unpack(raw.numpy(), bits, head_dim))
+    unpacked = torch.from_numpy(oracle.unpack(raw.cpu().numpy(), bits, head_dim))
     for name in TIERS:
         tier = tier_of(name)
         assert_bit_exact(tier.pack_codes(codes, bits), packed, f"{name} packed")
-        assert_bit_exact(tier.unpack_codes(packed, bits, head_dim), codes, f"{name} back")
+        back = tier.unpack_codes(packed.to(DEVICE), bits, head_dim)
+        assert_bit_exact(back, codes, f"{name} back")
         assert_bit_exact(tier.unpack_codes(raw, bits, head_dim), unpacked, f"{name} unpacked")
         assert_bit_exact(
             tier.pack_codes(tier.unpack_codes(raw, bits, head_dim), bits), raw, f"{name} again"
@@ -158,7 +160,7 @@ def test_hadamard_transform(name: str, data: st.DataObject) -> None:
     head_dim = 16 * data.draw(st.integers(1, 8))
     x = data.draw(rows(data.draw(st.integers(1, 4)), 1, head_dim, data.draw(dtypes)))
     x = data.draw(inputs(x))
-    wide = x.to(torch.float32).flatten(0, 1).numpy()
+    wide = x.to("cpu", torch.float32).flatten(0, 1).numpy()
     if inverse:
         wide = wide * np.float32(1.0 / rotation.gain(head_dim))
     want = oracle.hadamard(wide, sign_rows(rotation, head_dim), inverse)
