@@ -25,8 +25,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     print_blob=True,
 )
-# `make fuzz`: ten times as many examples, and new ones every time.
-settings.register_profile("long", settings.get_profile("kvq"), max_examples=500, derandomize=False)
+# `make fuzz`: five times as many examples, and new ones every time.
+settings.register_profile("long", settings.get_profile("kvq"), max_examples=250, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kvq"))
 
 

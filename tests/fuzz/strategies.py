@@ -39,6 +39,8 @@ SPECIAL: Final = (
 )
 #: What fills memory that nobody may read, or write.
 POISON: Final = {torch.uint8: 0xAB, torch.int32: 2**31 - 1, torch.int64: -(2**40)}
+#: How large the levels of a codebook may be.
+SIZES: Final = (1.0, 4.0, 2.0**-130, 2.0**100, math.inf)
 ROW_KINDS: Final = ("gaussian", "planted", "ties", "sparse", "constant", "any finite", "any bits")
 INDEX_DTYPES: Final = (torch.int32, torch.int64)
 
@@ -65,11 +67,11 @@ def _by_name(table: Mapping[str, Mode]) -> st.SearchStrategy[Mode]:
 
 
 @st.composite
-def codebooks(draw: st.DrawFn) -> Codebook:
+def codebooks(draw: st.DrawFn, sizes: tuple[float, ...] = SIZES) -> Codebook:
     """Any codebook: few levels or many, near or far, with thresholds where they may be."""
     count = draw(st.one_of(st.integers(2, 9), st.sampled_from((16, 17, 200, 256))))
     if count <= 9:
-        size = draw(st.sampled_from((1.0, 4.0, 2.0**-130, 2.0**100, math.inf)))
+        size = draw(st.sampled_from(sizes))
         bounds = {} if size == math.inf else {"min_value": -size, "max_value": size}
         numbers = st.floats(width=32, allow_nan=False, allow_infinity=False, **bounds)
         levels = sorted(draw(st.lists(numbers, min_size=count, max_size=count, unique=True)))
@@ -143,6 +145,18 @@ modes = st.one_of(
 )
 
 
+#: Modes whose levels are of ordinary size: attention has a budget for what models have.
+ordinary_modes = st.one_of(
+    _by_name(MODES),
+    _by_name(VARIANTS),
+    st.builds(
+        lambda mode, book: mode.with_codebook(book, name="drawn"),
+        _by_name({mode.name: mode for mode in CODEBOOK_MODES}),
+        codebooks((4.0,)),
+    ),
+)
+
+
 @st.composite
 def head_dims(draw: st.DrawFn, mode: Mode, most: int = 96) -> int:
     """A head size that suits a mode."""
@@ -205,16 +219,21 @@ class View(NamedTuple):
 
 
 @st.composite
-def views(draw: st.DrawFn, values: Tensor, *, dense_last: bool = False) -> View:
-    """`values` elsewhere: axes in any order, with steps and gaps, at an offset, amid poison."""
+def views(draw: st.DrawFn, values: Tensor, *, dense_last: bool = False, align: int = 1) -> View:
+    """`values` elsewhere: axes in any order, with steps and gaps, at an offset, amid poison.
+
+    With `dense_last` the last axis has a stride of one, and all others a multiple of `align`.
+    """
     axes = draw(st.permutations(range(values.ndim)))
     steps = [draw(st.sampled_from((1, 1, 1, 2, 3))) for _ in axes]
     gaps = [draw(st.sampled_from((0, 0, 1, 5))) for _ in axes]
     if dense_last:
         axes = [axis for axis in axes if axis != values.ndim - 1] + [values.ndim - 1]
         steps[-1] = 1
-    offset = draw(st.sampled_from((0, 0, 1, 3, 16)))
+    offset = align * draw(st.sampled_from((0, 0, 1, 3, 16)))
     outer = [size * step + gap for size, step, gap in zip(values.shape, steps, gaps, strict=True)]
+    if dense_last:
+        outer[-1] += -outer[-1] % align
     poison = POISON.get(values.dtype, math.nan)
     memory = torch.full((offset + math.prod(outer),), poison, dtype=values.dtype, device=DEVICE)
     tensor = memory[offset:].view([outer[axis] for axis in axes])
