@@ -145,7 +145,7 @@ def load_activations(path: str | os.PathLike[str]) -> Activations:
     tensors, metadata = read_tensors(path, SCHEMA)
     try:
         positions = tensors.pop("positions")
-        query_positions = tensors.pop("query_positions", positions[:0])
+        query_positions = tensors.pop("query_positions", positions.new_empty(0))
         sides: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             match = _NAME.fullmatch(name)

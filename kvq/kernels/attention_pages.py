@@ -19,7 +19,7 @@ def plan_splits(span, SPEC: tl.constexpr):
 
 @triton.jit
 def load_count(ptr, place):
-    """A number of keys as int32; one that int32 does not hold comes as the nearest that it does."""
+    """A number of keys as int32, or the nearest that int32 holds; -1 for all below 0."""
     return tl.minimum(tl.maximum(tl.load(ptr + place), -1), 2147483647).to(tl.int32)
 
 
