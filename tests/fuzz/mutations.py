@@ -145,6 +145,20 @@ def _reshaped(draw: st.DrawFn, header: Pairs, numbers: bytes) -> bytes:
     return join(rows, made)
 
 
+def _emptied(draw: st.DrawFn, header: Pairs) -> bytes:
+    """One axis of every tensor that has it is of no size."""
+    axis = draw(st.integers(0, 2))
+    rows = Pairs()
+    for key, value in header:
+        if key != METADATA:
+            parts = dict(value)
+            shape = [0 if i == axis else size for i, size in enumerate(parts["shape"])]
+            parts.update(shape=shape, data_offsets=[0, 0])
+            value = Pairs(parts.items())  # noqa: PLW2901
+        rows.append((key, value))
+    return join(rows, b"")
+
+
 def _sealed(contents: bytes) -> bytes:
     """With the digest of a codebook file, so that what lies behind that check is reached."""
     header, numbers = split(contents)
@@ -163,7 +177,10 @@ def _sealed(contents: bytes) -> bytes:
 
 def _change_header(draw: st.DrawFn, contents: bytes) -> bytes:
     header, numbers = split(contents)
-    if draw(st.integers(0, 3)) == 0:
+    kind = draw(st.integers(0, 15))
+    if kind == 0:
+        return _emptied(draw, header)
+    if kind < 4:
         return _reshaped(draw, header, numbers)
     place = draw(st.integers(0, len(header) - 1))
     metadata = [i for i, (key, _) in enumerate(header) if key == METADATA]

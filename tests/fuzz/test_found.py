@@ -14,8 +14,12 @@ from hypothesis import strategies as st
 import kvq
 from kvq import reference
 from kvq.activations import load_activations
+from kvq.calibration_files import Calibration, LayerCalibration
 from kvq.codebooks import Codebook, Provenance, Recipe, to_float32
+from kvq.commands.output import print_json, print_table, say
+from kvq.encoded_files import Encoded, EncodedLayer, EncodedRows
 from kvq.files import FileFormatError, read_tensors
+from kvq.rotary import RotarySpec
 from kvq.tier import AttentionFeatures, PagedKV, new_paged_kv
 from tests.attention_cases import INT4, INT8, make_batch
 from tests.compare import assert_bit_exact
@@ -132,3 +136,25 @@ def test_positions_without_an_axis(tmp_path: Path) -> None:
     write(tmp_path / "file", "positions", [], "I64", metadata)
     with pytest.raises(FileFormatError, match="layers must hold at least one layer"):
         load_activations(tmp_path / "file")
+
+
+def test_files_of_nothing() -> None:
+    """They were read, and `kvq inspect` divided by zero or looked for the largest of no number."""
+    rows = EncodedRows(torch.zeros(0, 2, 32).byte(), torch.zeros(0, 2), INT8, 32)
+    with pytest.raises(ValueError, match=r"layers\.0\.key\.words must hold at least one word"):
+        Encoded({0: EncodedLayer(rows, rows)}, torch.zeros(0, dtype=torch.int64), "0" * 64)
+    layer = LayerCalibration(torch.zeros(0, 4), torch.zeros(0, 4))
+    with pytest.raises(ValueError, match=r"layers\.0\.mean must have at least one KV head"):
+        Calibration(RotarySpec((1.0, 0.5), 4), {0: layer})
+
+
+def test_a_file_does_not_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    """Texts of a file were printed as they were."""
+    print_table("a\x1b[2J", ("", ""), [("model\r", "x\x1b[31m\ny\ud800")])
+    print_json({"model": "\x9b2J\ud800\u2028"})
+    say("error: \x1b[2J\n")
+    out, err = capsys.readouterr()
+    assert all(line.isprintable() for line in (out + err).split("\n"))
+    assert "\\x1b[31m\\ny\\ud800" in out
+    assert json.loads(out[out.index("{") :]) == {"model": "\x9b2J\ud800\u2028"}
+    assert err == "error: \\x1b[2J\\n\n"
