@@ -177,14 +177,15 @@ def _sealed(contents: bytes) -> bytes:
 
 def _change_header(draw: st.DrawFn, contents: bytes) -> bytes:
     header, numbers = split(contents)
-    kind = draw(st.integers(0, 15))
+    kind = draw(st.integers(0, 9))
     if kind == 0:
         return _emptied(draw, header)
-    if kind < 4:
+    if kind < 3:
         return _reshaped(draw, header, numbers)
     place = draw(st.integers(0, len(header) - 1))
     metadata = [i for i, (key, _) in enumerate(header) if key == METADATA]
-    if draw(st.booleans()) and metadata:
+    # The texts are where rules are ours; most lies about tensors the library refuses.
+    if metadata and draw(st.integers(0, 4)):
         place = metadata[0]
     key, value = header[place]
     action = draw(st.sampled_from(("inside",) * 8 + ("drop", "double", "rename", "replace")))
@@ -257,7 +258,7 @@ def mutants(draw: st.DrawFn, files: list[bytes]) -> bytes:
     contents = draw(st.sampled_from(files))
     for _ in range(draw(st.integers(1, 2))):
         try:
-            if draw(st.integers(0, 3)):
+            if draw(st.integers(0, 5)):
                 contents = _change_header(draw, contents)
             else:
                 contents = _change_bytes(draw, contents, files)

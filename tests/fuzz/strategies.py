@@ -102,6 +102,7 @@ rotations = st.builds(
     repeat_block_signs=st.booleans(),
     round_to_input=st.booleans(),
 )
+_NORMALIZATIONS = {mode.normalization for mode in MODES.values()}
 _ROUNDINGS = (Rounding.HALF_AWAY, Rounding.HALF_EVEN, Rounding.TOWARD_ZERO)
 _GAINS = st.lists(
     st.one_of(st.floats(0.25, 4.0, width=32), st.sampled_from((2.0**-140, 2.0**-30, 2.0**100))),
@@ -112,7 +113,8 @@ _GAINS = st.lists(
 @st.composite
 def _made_up_modes(draw: st.DrawFn) -> Mode:
     """Parts put together as nobody ships them."""
-    mode = draw(_by_name(MODES))
+    normalization = draw(st.sampled_from([n for n in Normalization if n in _NORMALIZATIONS]))
+    mode = draw(_by_name({m.name: m for m in MODES.values() if m.normalization is normalization}))
     if mode.grid is Grid.CODEBOOK:
         mode = mode.with_codebook(draw(codebooks()), name="drawn")
     changes: dict = {"name": "drawn", "rotation": draw(st.one_of(st.none(), rotations))}
@@ -141,6 +143,7 @@ modes = st.one_of(
         _by_name({mode.name: mode for mode in CODEBOOK_MODES}),
         codebooks(),
     ),
+    _made_up_modes(),
     _made_up_modes(),
 )
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvq import reference
+from kvq.codebooks import Codebook
 from kvq.modes import Mode
 from kvq.scale_word import StoredWord
 from tests import oracle
@@ -40,7 +41,20 @@ def draw_rows(data: st.DataObject, mode: Mode, most: int = 6) -> Tensor:
         tokens, heads = min(tokens, 2), 1  # the oracle searches row by row
     head_dim = data.draw(head_dims(mode))
     x = data.draw(rows(tokens, heads, head_dim, data.draw(dtypes)))
+    if mode.codebook is not None and data.draw(st.booleans()):
+        x[0, 0] = at_thresholds(mode.codebook, head_dim, data.draw(seeds))
     return data.draw(inputs(x))
+
+
+def at_thresholds(codebook: Codebook, head_dim: int, seed: int) -> Tensor:
+    """Numbers on thresholds and beside them, for what divides by a largest entry of 1."""
+    generator = np.random.default_rng(seed)
+    within = [t for t in codebook.thresholds if abs(t) < 1] or [0.0]
+    row = generator.choice(np.array(within, dtype="f4"), head_dim)
+    beside = np.nextafter(row, generator.choice(np.array([-2.0, 2.0], dtype="f4"), head_dim))
+    row = np.where(generator.random(head_dim) < 0.3, beside, row)
+    row[generator.integers(0, head_dim)] = 1.0
+    return torch.from_numpy(row)
 
 
 def assert_same_numbers(actual: Tensor, wanted: Tensor, what: str) -> None:
