@@ -1,15 +1,17 @@
 # `make report` and `make test` set up what they need in .venv and run. PYTHON chooses the
-# interpreter (3.11 or newer), WORKERS the number of test processes.
+# interpreter (3.11 or newer), WORKERS the number of test processes, FUZZ_SECONDS how long `make fuzz`
+# looks.
 
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+FUZZ_SECONDS ?= 600
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: report figures test test-all docs lint types format readme wheel clean
+.PHONY: report figures test test-all fuzz docs lint types format readme wheel clean
 
 ## The main job, on the embedded sample: writes ./report.
 report: $(VENV)/installed
@@ -30,6 +32,14 @@ test-all: lint types
 ## The site of docs/, in ./site, with warnings as errors (which `--quiet` would not count).
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+## The property tests of tests/fuzz, again and again with other seeds until FUZZ_SECONDS have passed
+## or one fails. A failure prints its smallest case and the line that plays it again; the folder
+## .hypothesis remembers it, so the next run of any kind begins with it.
+fuzz: $(VENV)/installed-dev
+	@end=$$(( $$(date +%s) + $(FUZZ_SECONDS) )); \
+	while [ $$(date +%s) -lt $$end ]; do HYPOTHESIS_PROFILE=long $(PYTEST) --timeout 3600 tests/fuzz \
+	|| exit 1; done
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -145,7 +145,7 @@ def load_activations(path: str | os.PathLike[str]) -> Activations:
     tensors, metadata = read_tensors(path, SCHEMA)
     try:
         positions = tensors.pop("positions")
-        query_positions = tensors.pop("query_positions", positions[:0])
+        query_positions = tensors.pop("query_positions", positions.new_empty(0))
         sides: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             match = _NAME.fullmatch(name)
@@ -169,7 +169,7 @@ def load_activations(path: str | os.PathLike[str]) -> Activations:
             layers,
             positions,
             query_positions,
-            float(metadata["scale"]),
+            _number("scale", metadata["scale"]),
             None if rotary is None else RotarySpec.from_json(rotary),
             provenance,
         )
@@ -177,6 +177,13 @@ def load_activations(path: str | os.PathLike[str]) -> Activations:
         raise FileFormatError(path, f"{error.args[0]} must be present, got nothing") from None
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise FileFormatError(path, str(error)) from None
+
+
+def _number(argument: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{argument} must be a number, got {text!r}") from None
 
 
 def activations_sha256(activations: Activations) -> str:

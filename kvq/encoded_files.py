@@ -89,6 +89,10 @@ class Encoded:
             check_dtype(f"{name}.words", rows.words, word_dtype(rows.mode))
             check_shape(f"{name}.codes", rows.codes, (tokens, None, row_bytes), "[T, H, B]")
             check_shape(f"{name}.words", rows.words, (tokens, rows.codes.shape[1]), "[T, H]")
+            if rows.words.numel() == 0:
+                raise ValueError(
+                    f"{name}.words must hold at least one word, got {list(rows.words.shape)}"
+                )
         self.modes()
 
     def rows(self) -> Iterator[tuple[str, EncodedRows]]:

@@ -20,6 +20,9 @@ from torch import Tensor
 #: Metadata key of the schema, such as `kvq-codebook/1`.
 SCHEMA_KEY: Final = "kvq_schema"
 
+#: What tensors are answered with that torch cannot have: sizes whose strides overflow, dtypes.
+_CANNOT_BE_TENSORS: Final = (SafetensorError, RuntimeError, TypeError, ValueError, OverflowError)
+
 
 class FileFormatError(ValueError):
     """A file that is not what it should be. The message names the file and the reason."""
@@ -86,8 +89,9 @@ def read_tensors(
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
-    except SafetensorError as error:
-        raise FileFormatError(path, f"not a valid safetensors file ({error})") from None
+    except _CANNOT_BE_TENSORS as error:
+        reason = str(error).partition("\n")[0]
+        raise FileFormatError(path, f"not a valid safetensors file ({reason})") from None
 
 
 def _sort_header(path: Path) -> None:

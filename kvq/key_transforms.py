@@ -57,6 +57,8 @@ class KeyTransform:
             check_dtype(name, check_tensor(name, value), torch.float32)
             check_shape(name, value, shape or (None, None), "[KV heads, head_dim]")
             shape = (value.shape[0], value.shape[1])
+            if shape[0] == 0:
+                raise ValueError(f"{name} must have at least one KV head, got {list(shape)}")
             if value.shape[1] < self.rotary.rotary_dim:
                 raise ValueError(
                     f"{name} must have the {self.rotary.rotary_dim} channels that are rotated, "

@@ -58,7 +58,8 @@ class QuantizedKV(NamedTuple):
 class PagedKV(NamedTuple):
     """One side (keys or values) of a paged cache: a view, which owns and clears nothing."""
 
-    #: `[blocks, heads, block_size, B]` (HND) or `[blocks, block_size, heads, B]` (NHD) uint8.
+    #: `[blocks, heads, block_size, B]` (HND) or `[blocks, block_size, heads, B]` (NHD) uint8; any
+    #: strides, but the bytes of a row lie side by side.
     codes: Tensor
     #: The same axes without the last, float32 or float16 (see `word_dtype`).
     words: Tensor
@@ -231,6 +232,11 @@ def as_hnd(cache: PagedKV) -> tuple[Tensor, Tensor]:
             f"got {words.device}"
         )
     cache.mode.head_dim(codes.shape[3])
+    if codes.shape[3] > 1 and codes.stride(3) != 1:
+        raise ValueError(
+            f"cache.codes must have the bytes of a row side by side, got a stride of "
+            f"{codes.stride(3)}"
+        )
     if resolve_enum("cache.layout", cache.layout, Layout) is Layout.NHD:
         return codes.transpose(1, 2), words.transpose(1, 2)
     return codes, words

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import torch
@@ -31,8 +31,8 @@ class Batch:
     block_table: Tensor
     seq_lens: list[int]
     q_lens: list[int]
-    keys: list[Tensor]
-    values: list[Tensor]
+    keys: list[Tensor] = field(repr=False)
+    values: list[Tensor] = field(repr=False)
     scale: float = 0.3
 
     @property

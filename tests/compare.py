@@ -15,7 +15,7 @@ def describe_mismatch(actual: Tensor, expected: Tensor) -> str:
     actual, expected = actual.cpu().contiguous(), expected.cpu().contiguous()
     if actual.dtype is torch.float32:
         left, right = actual.view(torch.int32), expected.view(torch.int32)
-    elif actual.dtype is torch.float16:
+    elif actual.dtype in (torch.float16, torch.bfloat16):
         left, right = actual.view(torch.int16), expected.view(torch.int16)
     else:
         left, right = actual, expected
@@ -35,6 +35,6 @@ def describe_mismatch(actual: Tensor, expected: Tensor) -> str:
 
 
 def assert_bit_exact(actual: Tensor, expected: Tensor, what: str = "") -> None:
-    """Equal to the bit: float32 tensors are compared as int32, float16 ones as int16."""
+    """Equal to the bit: float32 tensors are compared as int32, those of 16 bits as int16."""
     text = describe_mismatch(actual, expected)
     assert not text, f"{what}: {text}"

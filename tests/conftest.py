@@ -23,8 +23,11 @@ settings.register_profile(
     deadline=None,
     derandomize="CI" in os.environ,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    print_blob=True,
 )
-settings.load_profile("kvq")
+# `make fuzz`: five times as many examples, and new ones every time.
+settings.register_profile("long", settings.get_profile("kvq"), max_examples=250, derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kvq"))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

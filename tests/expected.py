@@ -39,19 +39,35 @@ def expected(x: Tensor, mode: Mode) -> Expected:
     rows = x.detach().to("cpu", torch.float32).reshape(-1, x.shape[-1]).numpy()
     with np.errstate(all="ignore"):
         if mode.name in MODES:
-            book = _book(mode) if mode.name.startswith("smax") else None
-            codes, words = oracle.encode(mode.name, rows, book)
-            values = oracle.decode(mode.name, codes, words, rows.shape[1], book)
+            codes, words = oracle.encode(mode.name, rows, _shipped_book(mode))
         else:
             with _rounding(mode):
                 codes, words = _encode(rows, mode, _DTYPE_NAMES[x.dtype])
-            values = _decode(codes, words, mode, rows.shape[1])
     shape = x.shape[:-1]
-    return Expected(
+    stored = (
         torch.from_numpy(codes).reshape(*shape, -1),
         torch.from_numpy(_words(words, mode)).reshape(shape),
-        torch.from_numpy(values.astype(np.float32, copy=False)).reshape(x.shape),
     )
+    return Expected(*stored, expected_values(*stored, mode, x.shape[-1]))
+
+
+def expected_values(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) -> Tensor:
+    """Values `[..., D]` of any codes `[..., B]` and words `[...]`, written by a tier or not."""
+    packed = codes.reshape(-1, codes.shape[-1]).numpy()
+    half = words.dtype is torch.float16
+    bits = words.reshape(-1).numpy().view(np.uint16 if half else np.uint32).astype(np.uint32)
+    with np.errstate(all="ignore"):
+        if mode.name in MODES:
+            values = oracle.decode(mode.name, packed, bits, head_dim, _shipped_book(mode))
+        else:
+            values = _decode(packed, bits, mode, head_dim)
+    values = values.astype(np.float32, copy=False)
+    return torch.from_numpy(values).reshape(*words.shape, head_dim)
+
+
+def _shipped_book(mode: Mode) -> oracle.Codebook | None:
+    """The codebook that the oracle does not know by the mode's name."""
+    return _book(mode) if mode.name.startswith("smax") else None
 
 
 def _words(bits: np.ndarray, mode: Mode) -> np.ndarray:

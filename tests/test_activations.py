@@ -139,7 +139,7 @@ KEY, QUERY, VALUE = "layers.0.key", "layers.0.query", "layers.0.value"
         pytest.param(lambda t, m: m.pop("scale"), "scale must be present", id="no scale"),
         pytest.param(_say("scale", "0"), "scale must be positive", id="zero scale"),
         pytest.param(_say("scale", "nan"), "scale must be positive", id="NaN scale"),
-        pytest.param(_say("scale", "wide"), "could not convert", id="scale in words"),
+        pytest.param(_say("scale", "wide"), "scale must be a number", id="scale in words"),
         pytest.param(_drop("positions"), "positions must be present", id="no positions"),
         pytest.param(_set("positions", torch.arange(8)), "must be .8 tokens", id="positions +1"),
         pytest.param(

@@ -32,7 +32,8 @@ Json = Annotated[
 
 def print_json(document: object) -> None:
     """Print one JSON document on standard output; NaN and infinities become `null`."""
-    typer.echo(json.dumps(_plain(document), indent=2, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(_plain(document), indent=2, ensure_ascii=False, allow_nan=False)
+    typer.echo("".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -47,7 +48,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     for index, name in enumerate(columns):
         numbers = all(isinstance(row[index], int | float) for row in rows)
         table.add_column(
-            Text(name),
+            Text(_visible(name)),
             justify="right" if numbers and rows else "left",
             no_wrap=index < last,
             overflow="fold" if index == last else "ellipsis",
@@ -55,13 +56,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     for row in rows:
         table.add_row(*map(_cell, row))
     console = _console(sys.stdout)
-    console.print(Text(title, style="bold"))
+    console.print(Text(_visible(title), style="bold"))
     console.print(table)
 
 
 def say(message: str) -> None:
     """Print a line on standard error."""
-    typer.echo(message, err=True)
+    typer.echo(_visible(message), err=True)
 
 
 def track(items: Sequence[_T], description: str) -> Iterable[_T]:
@@ -98,4 +99,9 @@ def _cell(value: object) -> Text:
         return Text("")
     if isinstance(value, float):
         return Text(f"{value:.6g}")
-    return Text(str(value))
+    return Text(_visible(str(value)))
+
+
+def _visible(text: str) -> str:
+    """`text` with its control characters escaped: a file must not move the cursor."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq.kernels import launch
-from kvq.kernels.attention_pages import find_sequence, key_range, plan_splits
+from kvq.kernels.attention_pages import find_sequence, key_range, load_count, plan_splits
 from kvq.kernels.attention_tile import LOG2_E
 from kvq.kernels.hadamard import RotationSpec, rotate, sign_words, unrotate
 from kvq.kernels.operands import SideSpec
@@ -187,11 +187,11 @@ def combine_kernel(
         return
     if (token < 0) | (token >= q_len) | (query_start + token >= num_tokens):
         return
-    length = tl.load(seq_lens_ptr + sequence).to(tl.int32)
+    length = load_count(seq_lens_ptr, sequence)
     seq_len = tl.minimum(length, table_width * pick(SPEC, "block_size"))
     first_key = 0
     if pick(SPEC, "has_first_key"):
-        first_key = tl.load(first_key_ptr + sequence).to(tl.int32)
+        first_key = tl.minimum(load_count(first_key_ptr, sequence), seq_len)
     first_token = token // TOKENS * TOKENS
     start, end = key_range(seq_len, length - q_len, first_token, q_len, first_key, SPEC)
     _keys, splits = plan_splits(end - start, SPEC)

@@ -15,6 +15,7 @@ from kvq.kernels.attention_pages import (
     bad_entries,
     find_sequence,
     key_range,
+    load_count,
     load_side,
     load_words,
     look_up_pages,
@@ -211,7 +212,7 @@ def attend_kernel(
         sequence = place // BLOCKS
     query_start = tl.load(query_start_ptr + sequence).to(tl.int32)
     q_len = tl.load(query_start_ptr + sequence + 1).to(tl.int32) - query_start
-    length = tl.load(seq_lens_ptr + sequence).to(tl.int32)
+    length = load_count(seq_lens_ptr, sequence)
     if BLOCKS == 0:
         first_token = (place - query_start // TOKENS - sequence) * TOKENS
     else:
@@ -224,7 +225,7 @@ def attend_kernel(
     seq_len = tl.minimum(length, table_width * BS)
     first_key = 0
     if pick(SPEC, "has_first_key"):
-        first_key = tl.load(first_key_ptr + sequence).to(tl.int32)
+        first_key = tl.minimum(load_count(first_key_ptr, sequence), seq_len)
     start, end = key_range(seq_len, context, first_token, q_len, first_key, SPEC)
     split_keys, splits = plan_splits(end - start, SPEC)
     if split >= splits:

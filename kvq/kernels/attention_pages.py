@@ -18,6 +18,12 @@ def plan_splits(span, SPEC: tl.constexpr):
 
 
 @triton.jit
+def load_count(ptr, place):
+    """A number of keys as int32, or the nearest that int32 holds; -1 for all below 0."""
+    return tl.minimum(tl.maximum(tl.load(ptr + place), -1), 2147483647).to(tl.int32)
+
+
+@triton.jit
 def key_range(seq_len, context, first_token, q_len, first_key, SPEC: tl.constexpr):
     """The keys that queries from `first_token` on see: start (whole tiles) and end."""
     TILE: tl.constexpr = pick(SPEC, "tile")

@@ -296,6 +296,7 @@ def reshape_and_cache(
     sides = [
         _Side(rows, cache, num_tokens) for rows, cache in ((key, key_cache), (value, value_cache))
     ]
+    slot_mapping = slot_mapping.contiguous()
     tokens = max(side.tile.rows for side in sides)
     scan = num_tokens <= MOST_TOKENS_TO_SCAN
     claims = slot_mapping if scan else _claims(slot_mapping, num_slots)

@@ -125,7 +125,8 @@ def gain_at(i, SPEC: tl.constexpr):
     """The gain of index `i`, which is known at run time only."""
     gain = tl.full([], _gain(SPEC, 0), tl.float32)
     for j in tl.static_range(1, count_gains(SPEC)):
-        gain = tl.where(i == j, _gain(SPEC, j), gain)
+        # A constant below 2^-126 would be a float64.
+        gain = tl.where(i == j, tl.full([], _gain(SPEC, j), tl.float32), gain)
     return gain
 
 

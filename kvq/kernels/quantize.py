@@ -74,6 +74,7 @@ from kvq.kernels.trellis import (
 )
 from kvq.modes import LEVEL_GRIDS, Mode, Rotation
 from kvq.rounding import Rounding
+from kvq.scale_word import SMALLEST_NORMAL
 from kvq.tier import QuantizedKV, word_dtype
 
 #: Codebooks of at most this many levels are compiled into the kernel; larger ones are tables.
@@ -136,20 +137,28 @@ def guess_index(
         threshold and 1 at the highest, and `w * (c1 + w * (c2 + w * c3))` rises between them and
         comes within `GUESS_ERROR` of `i` at threshold `i`. So a number whose guess rounds to `i`
         is above threshold `i - 1` and below threshold `i + 1`, with room for rounding. Empty if no
-        cubic does, with fewer than `fewest` levels, or if the thresholds do not fit a warp.
+        cubic does in float32, with fewer than `fewest` levels, or if the thresholds do not fit a
+        warp.
     """
     count = len(thresholds)
     if not fewest <= count + 1 <= launch.WARP:
         return ()
-    scale = 1.0 / (thresholds[-1] - thresholds[0])
-    places = (np.array(thresholds) - thresholds[0]) * scale
+    exact = 1.0 / (thresholds[-1] - thresholds[0])
+    scale, offset = to_float32(exact), to_float32(-thresholds[0] * exact)
+    if not (math.isfinite(scale) and math.isfinite(offset)):
+        return ()
     powers = np.arange(1, 4)
-    cubic, *_ = np.linalg.lstsq(places[:, None] ** powers, np.arange(count), rcond=None)
-    errors = np.abs(places[:, None] ** powers @ cubic - np.arange(count))
+    wanted = np.arange(count)
+    places = (np.array(thresholds) - thresholds[0]) * exact
+    cubic, *_ = np.linalg.lstsq(places[:, None] ** powers, wanted, rcond=None)
+    cubic = np.array([to_float32(float(v)) for v in cubic])
+    # Judged with the rounded numbers, and saturated as the kernel does.
+    found = np.clip(np.array(thresholds) * scale + offset, 0.0, 1.0)
+    errors = np.abs(found[:, None] ** powers @ cubic - wanted)
     between = np.linspace(0.0, 1.0, 4096)[:, None] ** powers @ cubic
     if errors.max() > GUESS_ERROR or np.diff(between).min() <= 0:
         return ()
-    return tuple(to_float32(float(v)) for v in (scale, -thresholds[0] * scale, *cubic))
+    return (scale, offset, *cubic.tolist())
 
 
 @lru_cache(maxsize=1024)
@@ -159,7 +168,9 @@ def row_spec(mode: Mode, head_dim: int, padded: int, dtype: torch.dtype) -> RowS
     gain = mode.gain(head_dim)
     levels = () if mode.codebook is None else mode.codebook.levels
     thresholds = () if mode.codebook is None else mode.codebook.thresholds
-    inline = len(levels) <= MOST_CONSTANT_LEVELS
+    # Triton takes a subnormal constant for a float64.
+    normal = all(n == 0.0 or abs(n) >= SMALLEST_NORMAL for n in levels + thresholds)
+    inline = normal and len(levels) <= MOST_CONSTANT_LEVELS
     fewest = FEWEST_SEARCHED_LEVELS if mode.gains else FEWEST_GUESSED_LEVELS
     guess = guess_index(thresholds, fewest) if launch.has_shuffle() else ()
     rounds_input = rotation is not None and rotation.round_to_input and dtype != torch.float32
