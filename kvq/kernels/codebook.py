@@ -5,9 +5,13 @@ The part of `kvq.kernels.quantize` that has levels and thresholds.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import triton
 import triton.language as tl
 
+from kvq.codebooks import to_float32
 from kvq.kernels import launch
 from kvq.kernels.rounding import (
     choose,
@@ -21,6 +25,48 @@ from kvq.kernels.rounding import (
 )
 from kvq.kernels.rows import fold_signed_max, pick
 from kvq.kernels.scaling import constant, divide, reciprocal
+
+
+#: From this many levels on, a guess and a look-up in the warp's registers beat constants; in a
+#: search, which keeps the row, a guess takes fewer registers from four levels on.
+FEWEST_GUESSED_LEVELS = 5
+FEWEST_SEARCHED_LEVELS = 4
+#: How far a guessed index may be from its threshold's own; half an index is the limit.
+GUESS_ERROR = 0.4
+
+
+def guess_index(
+    thresholds: tuple[float, ...], fewest: int = FEWEST_GUESSED_LEVELS
+) -> tuple[float, ...]:
+    """How to guess the index of the nearest threshold, for `search_guess`.
+
+    Returns:
+        `(scale, offset, c1, c2, c3)`: the place `w = scale * z + offset` is 0 at the lowest
+        threshold and 1 at the highest, and `w * (c1 + w * (c2 + w * c3))` rises between them and
+        comes within `GUESS_ERROR` of `i` at threshold `i`. So a number whose guess rounds to `i`
+        is above threshold `i - 1` and below threshold `i + 1`, with room for rounding. Empty if no
+        cubic does in float32, with fewer than `fewest` levels, or if the thresholds do not fit a
+        warp.
+    """
+    count = len(thresholds)
+    if not fewest <= count + 1 <= launch.WARP:
+        return ()
+    exact = 1.0 / (thresholds[-1] - thresholds[0])
+    scale, offset = to_float32(exact), to_float32(-thresholds[0] * exact)
+    if not (math.isfinite(scale) and math.isfinite(offset)):
+        return ()
+    powers = np.arange(1, 4)
+    wanted = np.arange(count)
+    places = (np.array(thresholds) - thresholds[0]) * exact
+    cubic, *_ = np.linalg.lstsq(places[:, None] ** powers, wanted, rcond=None)
+    cubic = np.array([to_float32(float(v)) for v in cubic])
+    # Judged with the rounded numbers, and saturated as the kernel does.
+    found = np.clip(np.array(thresholds) * scale + offset, 0.0, 1.0)
+    errors = np.abs(found[:, None] ** powers @ cubic - wanted)
+    between = np.linspace(0.0, 1.0, 4096)[:, None] ** powers @ cubic
+    if errors.max() > GUESS_ERROR or np.diff(between).min() <= 0:
+        return ()
+    return (scale, offset, *cubic.tolist())
 
 
 @triton.constexpr_function

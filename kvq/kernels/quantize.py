@@ -12,7 +12,6 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -22,12 +21,15 @@ from kvq.checks import check_dtype, check_input, check_same_device, check_tensor
 from kvq.codebooks import to_float32
 from kvq.kernels import launch
 from kvq.kernels.codebook import (
+    FEWEST_GUESSED_LEVELS,
+    FEWEST_SEARCHED_LEVELS,
     choose_each,
     codebook_codes,
     codebook_scale,
     count_gains,
     fitted_scale,
     gain_at,
+    guess_index,
     made_here,
     renewed,
     table_size,
@@ -79,12 +81,6 @@ from kvq.tier import QuantizedKV, word_dtype
 
 #: Codebooks of at most this many levels are compiled into the kernel; larger ones are tables.
 MOST_CONSTANT_LEVELS = 16
-#: From this many levels on, a guess and a look-up in the warp's registers beat constants; in a
-#: search, which keeps the row, a guess takes fewer registers from four levels on.
-FEWEST_GUESSED_LEVELS = 5
-FEWEST_SEARCHED_LEVELS = 4
-#: How far a guessed index may be from its threshold's own; half an index is the limit.
-GUESS_ERROR = 0.4
 
 
 @dataclass(frozen=True)
@@ -125,40 +121,6 @@ class RowSpec:
     ptx: bool
     #: Channels of a state of a trellis.
     window: int
-
-
-def guess_index(
-    thresholds: tuple[float, ...], fewest: int = FEWEST_GUESSED_LEVELS
-) -> tuple[float, ...]:
-    """How to guess the index of the nearest threshold, for `search_guess`.
-
-    Returns:
-        `(scale, offset, c1, c2, c3)`: the place `w = scale * z + offset` is 0 at the lowest
-        threshold and 1 at the highest, and `w * (c1 + w * (c2 + w * c3))` rises between them and
-        comes within `GUESS_ERROR` of `i` at threshold `i`. So a number whose guess rounds to `i`
-        is above threshold `i - 1` and below threshold `i + 1`, with room for rounding. Empty if no
-        cubic does in float32, with fewer than `fewest` levels, or if the thresholds do not fit a
-        warp.
-    """
-    count = len(thresholds)
-    if not fewest <= count + 1 <= launch.WARP:
-        return ()
-    exact = 1.0 / (thresholds[-1] - thresholds[0])
-    scale, offset = to_float32(exact), to_float32(-thresholds[0] * exact)
-    if not (math.isfinite(scale) and math.isfinite(offset)):
-        return ()
-    powers = np.arange(1, 4)
-    wanted = np.arange(count)
-    places = (np.array(thresholds) - thresholds[0]) * exact
-    cubic, *_ = np.linalg.lstsq(places[:, None] ** powers, wanted, rcond=None)
-    cubic = np.array([to_float32(float(v)) for v in cubic])
-    # Judged with the rounded numbers, and saturated as the kernel does.
-    found = np.clip(np.array(thresholds) * scale + offset, 0.0, 1.0)
-    errors = np.abs(found[:, None] ** powers @ cubic - wanted)
-    between = np.linspace(0.0, 1.0, 4096)[:, None] ** powers @ cubic
-    if errors.max() > GUESS_ERROR or np.diff(between).min() <= 0:
-        return ()
-    return (scale, offset, *cubic.tolist())
 
 
 @lru_cache(maxsize=1024)
