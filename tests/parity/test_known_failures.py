@@ -56,11 +56,6 @@ TIERS_AND_MODES = [
 ]
 
 
-@pytest.fixture
-def tier(request: pytest.FixtureRequest) -> ModuleType:
-    return reference if request.param == "reference" else pytest.importorskip("kvq.kernels")
-
-
 both_tiers = pytest.mark.parametrize("tier", BOTH, indirect=True)
 every_mode = pytest.mark.parametrize(("tier", "mode"), TIERS_AND_MODES, indirect=["tier"])
 
@@ -249,7 +244,7 @@ OTHER_FLOATS = (torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 
 
 @both_tiers
-@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, *OTHER_FLOATS), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, *OTHER_FLOATS], ids=str)
 def test_another_dialect_of_fp8_is_refused_by_name(tier: ModuleType, dtype: torch.dtype) -> None:
     """Codes are bytes, whose mode says what they mean; nothing else passes for them."""
     name = str(dtype).removeprefix("torch.")
@@ -332,8 +327,8 @@ def test_views_are_not_read_as_if_they_were_packed(tier: ModuleType, view: str) 
             assert torch.equal(x, before)
 
     x = randn(7, 3, 32)
-    for inverse in (False, True):
-        check(lambda t, x: t.hadamard_transform(x, RANDOM_HADAMARD, inverse=inverse), x)
+    check(lambda t, x: t.hadamard_transform(x, RANDOM_HADAMARD), x)
+    check(lambda t, x: t.hadamard_transform(x, RANDOM_HADAMARD, inverse=True), x)
     for bits in (1, 2, 3, 4, 8):
         codes = (rand(7, 3, 32, seed=bits) * 2**bits).to(torch.uint8)
         check(lambda t, c, bits=bits: t.pack_codes(c, bits), codes)
