@@ -6,7 +6,7 @@ rotation stands for all where the interpreter would take long; the reference tak
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import ModuleType
 
@@ -84,6 +84,17 @@ def codes_of(tier: ModuleType, x: Tensor, mode: Mode) -> Tensor:
 
 def round_trip(tier: ModuleType, x: Tensor, mode: Mode) -> Tensor:
     return tier.dequantize(*tier.quantize(x, mode), mode, x.shape[-1])
+
+
+def test_every_mode_is_of_one_of_the_kinds() -> None:
+    def kinds(modes: Iterable[Mode]) -> list[set[object]]:
+        parts = ("grid", "normalization", "word", "rotation", "rounding")
+        return [
+            {(mode.bits, mode.grid) for mode in modes},
+            *({getattr(mode, part) for mode in modes} for part in parts),
+        ]
+
+    assert kinds(KINDS) == kinds(list(MODES.values()))
 
 
 # --------------------------------------------------------------------- rounding and the scale
