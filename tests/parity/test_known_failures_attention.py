@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from kvq import reference
-from kvq.modes import MODES, Mode
+from kvq.modes import MODES, RANDOM_HADAMARD, Mode
 from kvq.modes import mode as find_mode
 from kvq.tier import AttentionFeatures, AttentionOutput, Layout, PagedKV, as_hnd, new_paged_kv
 from tests.attention_budget import assert_within_budget
 from tests.attention_cases import FP8, INT4, INT8, NO_BLOCK, Batch, make_batch, poisoned, same
 from tests.cases import DTYPES
+from tests.parity.launches import recorded_launches
 from tests.parity.test_known_failures import KINDS, every_mode
 
 kernels = pytest.importorskip("kvq.kernels")
@@ -392,3 +393,30 @@ def test_offsets_past_two_to_the_31(stride: int, mode: Mode, tmp_path: Path) -> 
         answers.append(batch.run(tier=tier, index_dtype=index))
     assert same(answers[0], answers[1])
     torch.testing.assert_close(answers[2].output, answers[0].output, rtol=2e-3, atol=2e-3)
+
+
+# ------------------------------------------------------------------------------- variants
+
+#: Numbers of tokens and lengths: 1, divisible by 16, and neither.
+COUNTS = (1, 2, 15, 16, 17, 32, 333, 1000)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the compiled ones are counted there")
+@pytest.mark.parametrize("mode", EVERY_MODE, ids=str)
+def test_few_variants_would_be_compiled(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the numbers of tokens and the lengths: at most three of each kernel."""
+    with recorded_launches(monkeypatch) as found:
+        for count in COUNTS:
+            caches = [new_paged_kv(63, 16, 2, 64, mode) for _ in "kv"]
+            x = torch.zeros(count, 2, 64, dtype=torch.bfloat16)
+            kernels.reshape_and_cache(x, x, *caches, torch.arange(count), check=False)
+            kernels.dequantize(*kernels.quantize(x, mode), mode, 64)
+            kernels.hadamard_transform(x, RANDOM_HADAMARD)
+            table = torch.arange(63)[None]
+            for q_len in {1, min(count, 8), count}:
+                query = torch.zeros(q_len, 4, 64, dtype=torch.bfloat16)
+                batch = Batch(query, *caches, table, [count], [q_len], [], [])
+                batch.run(tier=kernels, check=False)
+    expected = {"_reshape_and_cache_kernel", "_quantize_kernel", "_dequantize_kernel"}
+    assert found.keys() >= expected | {"_hadamard_kernel", "attend_kernel", "combine_kernel"}
+    assert {name: len(kinds) for name, kinds in found.items() if len(kinds) > 3} == {}
