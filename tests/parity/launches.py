@@ -5,17 +5,23 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-#: What a launch is by name: constants and options, and the kinds of its other arguments.
-Variants = dict[str, set[tuple[Any, ...]]]
+
+class Launch(NamedTuple):
+    """One launch of a kernel."""
+
+    kernel: str
+    #: What triton makes a variant of: constants and options, and the kinds of other arguments.
+    variant: tuple[Any, ...]
+    #: The grid, and every argument that is no tensor.
+    numbers: tuple[Any, ...]
 
 
 def _modules() -> list[Any]:
@@ -52,16 +58,16 @@ def _kind(value: object, specialized: bool) -> object:
 
 
 @contextmanager
-def recorded_launches(patch: pytest.MonkeyPatch) -> Iterator[Variants]:
+def recorded_launches(patch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     """Launches are chosen as on a Hopper GPU, recorded, and not run: results are no numbers."""
     from triton.runtime.interpreter import InterpretedFunction
 
     from kvq.kernels import attention, launch
 
-    found: Variants = defaultdict(set)
+    found: list[Launch] = []
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        del grid, warmup
+        del warmup
         parameters = inspect.signature(kernel.fn).parameters
         given = dict(zip(parameters, args, strict=False)) | kwargs
         plain = set(kernel.kwargs.get("do_not_specialize") or ())
@@ -69,7 +75,8 @@ def recorded_launches(patch: pytest.MonkeyPatch) -> Iterator[Variants]:
         for name, value in given.items():
             constant = name not in parameters or "constexpr" in str(parameters[name].annotation)
             parts.append((name, value if constant else _kind(value, name not in plain)))
-        found[kernel.fn.__name__].add(tuple(parts))
+        numbers = [item for item in given.items() if not isinstance(item[1], torch.Tensor)]
+        found.append(Launch(kernel.fn.__name__, tuple(parts), (grid, *numbers)))
 
     def forget_choices() -> None:
         for module in _modules():
