@@ -14,10 +14,13 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvq import reference
-from kvq.modes import MODES, RANDOM_HADAMARD, Mode
+from kvq.modes import MODES, RANDOM_HADAMARD, Grid, Mode
 from kvq.modes import mode as find_mode
+from kvq.reference import scaling
+from kvq.scale_word import StoredWord
 from kvq.tier import AttentionFeatures, AttentionOutput, Layout, PagedKV, as_hnd, new_paged_kv
 from tests.attention_budget import assert_within_budget
 from tests.attention_cases import FP8, INT4, INT8, NO_BLOCK, Batch, make_batch, poisoned, same
@@ -154,6 +157,12 @@ def test_a_sequence_of_length_zero_among_splits(
 # ----------------------------------------------------------------- what the numbers are
 
 
+def stored_scale(words: Tensor, mode: Mode) -> Tensor:
+    if mode.word is StoredWord.FLOAT32_ZERO_POINT:
+        return scaling.decode_zero_point(words)[0]
+    return scaling.decode_float16_pair(words)[0] if mode.grid is Grid.UNSIGNED else words
+
+
 @every_mode
 def test_a_row_of_zeros_is_no_division_by_zero(tier: ModuleType, mode: Mode) -> None:
     """Zero rows beside one that is not, written and read: no scale of 0 / 0, and no NaN."""
@@ -167,6 +176,8 @@ def test_a_row_of_zeros_is_no_division_by_zero(tier: ModuleType, mode: Mode) -> 
     tier.reshape_and_cache(x, x, *caches, torch.arange(tokens, device=DEVICE))
     codes, words = (side.transpose(1, 2).flatten(0, 1)[:tokens] for side in as_hnd(caches[0]))
     assert words.isfinite().all()
+    if mode.rounding is not None:  # Where codes are divided by the scale it has a floor.
+        assert (stored_scale(words, mode) > 0).all()
     alone = reference.quantize(x[2], mode)
     assert torch.equal(codes[2], alone.codes)
     assert torch.equal(words[2], alone.words)
@@ -408,14 +419,14 @@ def test_few_variants_would_be_compiled(mode: Mode, monkeypatch: pytest.MonkeyPa
     """Whatever the numbers of tokens and the lengths: at most three of each kernel."""
     with recorded_launches(monkeypatch) as found:
         for count in COUNTS:
-            caches = [new_paged_kv(63, 16, 2, 64, mode) for _ in "kv"]
-            x = torch.zeros(count, 2, 64, dtype=torch.bfloat16)
+            caches = [new_paged_kv(63, 16, 1, 64, mode) for _ in "kv"]
+            x = torch.zeros(count, 1, 64, dtype=torch.bfloat16)
             kernels.reshape_and_cache(x, x, *caches, torch.arange(count), check=False)
             kernels.dequantize(*kernels.quantize(x, mode), mode, 64)
             kernels.hadamard_transform(x, RANDOM_HADAMARD)
             table = torch.arange(63)[None]
             for q_len in {1, min(count, 8), count}:
-                query = torch.zeros(q_len, 4, 64, dtype=torch.bfloat16)
+                query = torch.zeros(q_len, 2, 64, dtype=torch.bfloat16)
                 batch = Batch(query, *caches, table, [count], [q_len], [], [])
                 batch.run(tier=kernels, check=False)
     expected = {"_reshape_and_cache_kernel", "_quantize_kernel", "_dequantize_kernel"}
@@ -436,11 +447,11 @@ def test_no_launch_depends_on_a_number_that_is_on_the_device(
     with recorded_launches(monkeypatch) as found:
         for slots, lengths, q_lens, block in (
             ([-1, -1, -1, -1], [2, 2], [2, 2], 0),
-            ([3, 8, 200, 1], [128, 0], [4, 0], 8),
-            ([7, 7, 7, 7], [17, 100], [1, 3], 3),
+            ([3, 8, 200, 1], [1000, 0], [4, 0], 8),
+            ([7, 7, 7, 7], [17, 400], [1, 3], 3),
         ):
             kernels.reshape_and_cache(x, x, *caches, torch.tensor(slots), check=False)
-            table = torch.full((2, 8), block)
+            table = torch.full((2, 64), block)
             Batch(query, *caches, table, lengths, q_lens, [], []).run(tier=kernels, check=False)
             kernels.copy_blocks(caches[0], torch.tensor([[block, 1]]), check=False)
     each = len(found) // 3
