@@ -272,3 +272,24 @@ def test_every_field_of_a_mode_is_in_its_record() -> None:
     assert set(to_json(kvq.mode("lloyd2"))) == {
         field.name for field in fields(kvq.Mode) if field.init
     }
+
+
+def test_changed_bytes_are_read_or_refused(encoded: Encoded, tmp_path: Path) -> None:
+    """Whatever the bytes of the header: an encoded file, or a `FileFormatError` and no other."""
+    path = tmp_path / "encoded.safetensors"
+    save_encoded(path, encoded)
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    refused = 0
+    for place in (*range(10), *range(10, header, 11)):
+        for bit in (1, 0x20, 0x80):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+            try:
+                load_encoded(path)
+            except FileFormatError as error:
+                refused += str(error).startswith(f"{path}: ")
+    assert refused > header // 11
+    for length in range(0, len(whole), 97):
+        path.write_bytes(whole[:length])
+        with pytest.raises(FileFormatError):
+            load_encoded(path)

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
+
+from kvq import reference
+
+
+@pytest.fixture
+def tier(request: pytest.FixtureRequest) -> ModuleType:
+    """The tier of that name, for tests that ask the same of both."""
+    return reference if request.param == "reference" else pytest.importorskip("kvq.kernels")
 
 
 @pytest.fixture(autouse=True, scope="session")

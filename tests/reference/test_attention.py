@@ -308,7 +308,7 @@ def test_powers_of_two_pass_through(mode, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", [INT8, FP8, INT4, INT2], ids=str)
+@pytest.mark.parametrize("mode", MODES.values(), ids=str)
 def test_a_sequence_of_length_zero(mode, dtype):
     batch = make_batch([7, 0, 3], [1, 1, 1], modes=(mode, mode), dtype=dtype)
     result = batch.run(AttentionFeatures(sink_logits=torch.zeros(6)))

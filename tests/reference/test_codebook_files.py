@@ -92,7 +92,7 @@ def test_a_fit_can_be_made_again_from_a_file(tmp_path: Path) -> None:
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
-    # B32 of failure-reports.md, for every byte of the file and not only of the data.
+    # Every byte of the file, and not only of the data.
     path = tmp_path / "book.safetensors"
     save_codebook(path, GAUSSIAN)
     raw = path.read_bytes()

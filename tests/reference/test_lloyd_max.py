@@ -366,7 +366,7 @@ def test_signed_max_on_gaussian_rows(num_levels: int, target: float) -> None:
     [("norm", range(1, 9)), ("sphere(64)", (1, 4, 7)), ("sphere(1024)", (2, 3, 8))],
 )
 def test_no_level_is_dead(text: str, sizes: Iterable[int]) -> None:
-    # B26 of failure-reports.md: a start over the whole support left most of 256 levels unused.
+    # A start over the whole support left most of 256 levels unused elsewhere.
     for bits in sizes:
         fitted = fit(text, 2**bits)
         levels = np.array(fitted.codebook.levels)
@@ -384,7 +384,7 @@ def test_256_levels_are_fast() -> None:
 
 
 def test_fits_are_remembered() -> None:
-    # B30 of failure-reports.md: the second time takes no time and gives the same levels.
+    # The second time takes no time and gives the same levels.
     first = fit("sphere(96)", 16)
     start = time.perf_counter()
     second = fit("sphere(96)", 16)

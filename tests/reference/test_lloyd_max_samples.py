@@ -193,7 +193,6 @@ def test_many_samples_have_almost_the_least_error(name: str, num_levels: int) ->
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("num_levels", [4, 15, 16])
 def test_cauchy_against_k_means(num_levels: int, symmetric: bool) -> None:
-    # B27f of failure-reports.md.
     samples = heavy("cauchy", 10_000)
     start = time.perf_counter()
     fitted = fit_samples(samples, num_levels, symmetric=symmetric)
@@ -361,7 +360,7 @@ many = [0.0] * 1000 + [1.0] * 3
 @pytest.mark.parametrize(
     ("samples", "options", "message"),
     [
-        # B27a to e of failure-reports.md.
+        # What became NaN elsewhere, or never ended.
         (many, {"num_levels": 16}, "num_levels must be at most .*, got 16 for 2 distinct samples"),
         ([1, 2, 3], {"num_levels": 4}, "num_levels must be at most .*, got 4 for 3 distinct"),
         ([], {}, "samples must not be empty"),
