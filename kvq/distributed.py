@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Final, TypeVar
 
 import torch
@@ -21,6 +22,8 @@ _T = TypeVar("_T")
 
 #: What torchrun tells every process that it starts.
 _LAUNCHED: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: Processes wait for the one with the most to do. If one dies, torchrun ends the others.
+_PATIENCE: Final = timedelta(days=7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def processes(device: str = "cpu") -> Iterator[Processes]:
             )
         where = torch.device("cuda", local)
         torch.cuda.set_device(where)
-    dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
+    dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=_PATIENCE)
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), where)
     finally:
