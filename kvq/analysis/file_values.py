@@ -118,11 +118,15 @@ def count_files(
 
     Raises:
         FileFormatError: A file is not what it must be.
-        ValueError: A side, layer or head is not in every file, or D does not suit the mode.
+        ValueError: A side, layer or head is not in every file, D does not suit the mode, or
+            `resume` is the folder of a file.
 
     Exactness: the same integers for any number of processes, order of files and `numbers`; with a
         calibration as far as cosines and sines are.
     """
+    folders = {path.resolve().parent for path in paths}
+    if resume is not None and resume.resolve() in folders:
+        raise ValueError(f"resume must be a folder without activation files, got {resume}")
     together = Processes() if processes is None else processes
     # The largest first: they are shared out in turn.
     ordered = sorted(paths, key=lambda path: (-_size(path), path))

@@ -58,6 +58,8 @@ class ValueHistogram:
         self.device = torch.device(device)
         #: How many values were counted.
         self.count = 0
+        #: What was counted, if it comes from a file.
+        self.made_of = ""
         #: The grid reaches from minus to plus so many points.
         self._radius = PER_UNIT
         # By window, `[2 * radius + 1]` int64.
@@ -199,23 +201,24 @@ class ValueHistogram:
 
 
 def load_histogram(
-    path: str | os.PathLike[str], made_of: str, device: torch.device | str = "cpu"
+    path: str | os.PathLike[str], made_of: str | None = None, device: torch.device | str = "cpu"
 ) -> ValueHistogram:
     """Read a histogram file.
 
     Args:
         path: The file.
-        made_of: What must have been counted.
+        made_of: What must have been counted, if that matters.
         device: Where to go on.
 
     Raises:
         FileFormatError: It cannot be read, breaks a rule of the format, or is of something else.
     """
     tensors, metadata = read_tensors(path, SCHEMA)
-    if metadata.get("made_of") != made_of:
+    if made_of is not None and metadata.get("made_of") != made_of:
         raise FileFormatError(path, f"made_of must be {made_of}, got {metadata.get('made_of')}")
     histogram = ValueHistogram(device)
     try:
+        histogram.made_of = metadata["made_of"]
         histogram.count = int(metadata["count"])
         windows: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():

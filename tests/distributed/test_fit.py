@@ -205,6 +205,11 @@ def test_what_is_kept_is_of_the_same_bytes_and_options(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     first = count_files(paths, COUNTED[0], resume=kept).histogram
     assert len(list(kept.iterdir())) == 3
+    document = run_json("inspect", next(kept.iterdir()))
+    assert document["schema"] == SCHEMA
+    assert document["made of"] in map(COUNTED[0].made_of, map(file_sha256, paths))
+    with pytest.raises(ValueError, match="resume must be a folder without activation files"):
+        count_files(paths, COUNTED[0], resume=tmp_path)
     # Other options, or another file under the same name, are counted anew.
     other = count_files(paths, COUNTED[1], resume=kept).histogram
     assert len(list(kept.iterdir())) == 6
