@@ -28,7 +28,10 @@ _PATIENCE: Final = timedelta(days=7)
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The processes that work together; one, if nobody started more."""
+    """The processes that work together; one, if nobody started more.
+
+    What they do together raises a `ConnectionError` where another of them is gone.
+    """
 
     #: Which of them this is, from 0.
     rank: int = 0
@@ -57,29 +60,41 @@ class Processes:
             return
         # The sum is below the number of processes times the largest magnitude of any.
         largest = x.abs().amax()
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        with _others_alive():
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
         if int(largest) > (2**63 - 1) // self.size:
             raise ValueError(f"sums must stay below 2^63, got up to {int(largest)} to add up")
-        dist.all_reduce(x, dist.ReduceOp.SUM)
+        with _others_alive():
+            dist.all_reduce(x, dist.ReduceOp.SUM)
 
     def largest(self, x: Tensor) -> None:
         """Let `x`, int64 on `device` and of one shape everywhere, be its largest, by element."""
         self._check(x)
         if self.size > 1:
-            dist.all_reduce(x, dist.ReduceOp.MAX)
+            with _others_alive():
+                dist.all_reduce(x, dist.ReduceOp.MAX)
 
     def gather(self, item: _T) -> list[_T]:
         """Every process's item, by rank, in every process."""
         if self.size == 1:
             return [item]
         items: list[_T | None] = [None] * self.size
-        dist.all_gather_object(items, item)
+        with _others_alive():
+            dist.all_gather_object(items, item)
         return items  # type: ignore[return-value]
 
     @staticmethod
     def _check(x: Tensor) -> None:
         if x.dtype is not torch.int64:
             raise TypeError(f"x must be int64, whose sums have no order, got {x.dtype}")
+
+
+@contextmanager
+def _others_alive() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError("another process has failed, and says why itself") from error
 
 
 @contextmanager

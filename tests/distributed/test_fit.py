@@ -20,7 +20,7 @@ from kvq.analysis.normalized_values import activation_values
 from kvq.analysis.value_histogram import PER_UNIT, SCHEMA
 from kvq.calibration_files import Calibration, LayerCalibration, save_calibration
 from kvq.codebook_files import load_codebook
-from kvq.distributed import processes
+from kvq.distributed import Processes, processes
 from kvq.files import FileFormatError, file_sha256, read_tensors, write_tensors
 from kvq.reference import lloyd_max
 from tests.distributed.launch import LIMIT, run_processes, torchrun
@@ -84,6 +84,22 @@ def test_sums_that_could_overflow_are_refused_in_every_process(tmp_path: Path) -
     assert messages == [f"sums must stay below 2^63, got up to {2**62} to add up"] * 2
     with processes() as alone, pytest.raises(TypeError, match="x must be int64"):
         alone.sum(torch.ones(2))
+
+
+def test_the_end_of_another_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*args: Any) -> None:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:18145")
+
+    for name in ("all_reduce", "all_gather_object"):
+        monkeypatch.setattr(torch.distributed, name, closed)
+    together = Processes(0, 2)
+    for call, argument in (
+        (together.sum, torch.ones(1, dtype=torch.int64)),
+        (together.largest, torch.ones(1, dtype=torch.int64)),
+        (together.gather, "item"),
+    ):
+        with pytest.raises(ConnectionError, match="another process has failed"):
+            call(argument)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("counted", COUNTED[:2], ids=["counts", "weights"])
