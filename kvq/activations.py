@@ -142,7 +142,18 @@ def load_activations(path: str | os.PathLike[str]) -> Activations:
         FileFormatError: It cannot be read, or breaks a rule of the format; the message names the
             file and the rule.
     """
-    tensors, metadata = read_tensors(path, SCHEMA)
+    return assemble_activations(path, *read_tensors(path, SCHEMA))
+
+
+def assemble_activations(
+    path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: Mapping[str, str]
+) -> Activations:
+    """The activations that are made of the tensors and the metadata of a file, or of its first
+    tokens.
+
+    Raises:
+        FileFormatError: They break a rule of the format.
+    """
     try:
         positions = tensors.pop("positions")
         query_positions = tensors.pop("query_positions", positions.new_empty(0))

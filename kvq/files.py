@@ -6,6 +6,7 @@ file and the reason.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -82,16 +83,59 @@ def read_tensors(
     Raises:
         FileFormatError: It cannot be read, is truncated, pickled, or of another schema.
     """
-    metadata = _read_metadata(path)
-    found = metadata.pop(SCHEMA_KEY)
-    if found != schema:
-        raise FileFormatError(path, f"schema must be {schema}, got {found!r}")
+    metadata = _read_schema(path, schema)
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
     except _CANNOT_BE_TENSORS as error:
         reason = str(error).partition("\n")[0]
         raise FileFormatError(path, f"not a valid safetensors file ({reason})") from None
+
+
+class TensorFile:
+    """A file of ours, read in slices, for files that are larger than memory.
+
+    Raises:
+        FileFormatError: As for `read_tensors`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], schema: str) -> None:
+        self.path = Path(path)
+        #: Strings by name.
+        self.metadata = _read_schema(path, schema)
+        with safe_open(path, framework="pt") as file:
+            #: By name of the tensor.
+            self.shapes: dict[str, tuple[int, ...]] = {
+                name: tuple(file.get_slice(name).get_shape())
+                for name in file.keys()  # noqa: SIM118
+            }
+
+    def read(self, name: str, begin: int, end: int) -> Tensor:
+        """Rows `begin` to `end - 1` of a tensor, along its first axis.
+
+        Raises:
+            FileFormatError: The file can no longer be read.
+        """
+        try:
+            # Opened each time: what was read would stay mapped, and count as memory in use.
+            with safe_open(self.path, framework="pt") as file:
+                rows: Tensor = file.get_slice(name)[begin:end].clone()
+        except (OSError, SafetensorError) as error:
+            raise FileFormatError(self.path, f"cannot be read ({error})") from None
+        return rows
+
+
+def file_sha256(path: str | os.PathLike[str]) -> str:
+    """SHA-256 (hex) of the bytes of a file, which is not held in memory.
+
+    Raises:
+        FileFormatError: It cannot be read.
+    """
+    try:
+        with open(path, "rb") as raw:
+            return hashlib.file_digest(raw, "sha256").hexdigest()
+    except OSError as error:
+        raise FileFormatError(path, f"cannot be read ({error.strerror})") from None
 
 
 def _sort_header(path: Path) -> None:
@@ -102,6 +146,15 @@ def _sort_header(path: Path) -> None:
     encoded = header.encode()
     encoded += b" " * (-len(encoded) % 8)
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + contents[end:])
+
+
+def _read_schema(path: str | os.PathLike[str], schema: str) -> dict[str, str]:
+    """The metadata of a file of this schema, without it."""
+    metadata = _read_metadata(path)
+    found = metadata.pop(SCHEMA_KEY)
+    if found != schema:
+        raise FileFormatError(path, f"schema must be {schema}, got {found!r}")
+    return metadata
 
 
 def _read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:

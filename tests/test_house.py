@@ -28,7 +28,7 @@ LONGER = {
     "kvq/kernels/operands.py": 600,
     "kvq/kernels/quantize.py": 630,
     "kvq/modes.py": 560,
-    "kvq/reference/lloyd_max.py": 650,
+    "kvq/reference/lloyd_max.py": 700,
     "kvq/tier.py": 520,
 }
 
@@ -38,9 +38,9 @@ FLOORS = (
     {"codebooks", "rounding", "scale_word", "trellis"},
     {"modes"},
     {"checks"},
-    {"files", "records", "rotary", "tier"},
+    {"distributed", "files", "records", "rotary", "tier"},
     {"activations", "codebook_files", "key_transforms"},
-    {"calibration_files"},
+    {"activation_slices", "calibration_files"},
     {"reference", "kernels"},
     {"key_operators", "operators"},
     {"dispatch"},

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from kvq.activations import Activations
 from kvq.calibration_files import Calibration
-from kvq.reference.key_transforms import encode_keys, rotary_rows
+from kvq.reference.key_transforms import encode_keys, rotary_at
+from kvq.rotary import RotarySpec
 
 
 def centered_activations(activations: Activations, calibration: Calibration) -> Activations:
@@ -23,22 +26,50 @@ def centered_activations(activations: Activations, calibration: Calibration) -> 
         ValueError: RoPE is not known or not that of the calibration, or a layer is missing or of
             another shape; the message names it.
     """
-    if activations.rotary != calibration.rotary:
-        known = "none that is known" if activations.rotary is None else "another"
-        raise ValueError(f"activations must have the RoPE of the calibration, got {known}")
-    last = int(activations.positions[-1])
-    rows = rotary_rows(calibration.rotary, 0, last + 1)[activations.positions]
-    layers = {}
-    for index, layer in activations.layers.items():
-        if index not in calibration.layers:
-            raise ValueError(f"calibration must have every layer, got none for layer {index}")
-        mean, scale = calibration.layers[index]
-        if mean.shape != layer.key.shape[1:]:
-            raise ValueError(
-                f"calibration.layers.{index} must be of {list(layer.key.shape[1:])} heads and "
-                f"channels, got {list(mean.shape)}"
+    layers = {
+        index: layer._replace(
+            key=centered_keys(
+                layer.key, activations.positions, index, activations.rotary, calibration
             )
-        keys = layer.key.transpose(0, 1)[None]
-        packed = encode_keys(keys, mean[None], scale, rows, calibration.rotary)
-        layers[index] = layer._replace(key=packed[0].transpose(0, 1).contiguous())
+        )
+        for index, layer in activations.layers.items()
+    }
     return replace(activations, layers=layers)
+
+
+def centered_keys(
+    keys: Tensor,
+    positions: Tensor,
+    layer: int,
+    rotary: RotarySpec | None,
+    calibration: Calibration,
+) -> Tensor:
+    """The keys of one layer as a cache with this calibration packs them.
+
+    Args:
+        keys: `[T, H, D]`, after RoPE.
+        positions: `[T]` int64.
+        layer: Its index.
+        rotary: The RoPE of the model, if it is known.
+        calibration: Of the same model.
+
+    Returns:
+        `[T, H, D]` float32.
+
+    Raises:
+        ValueError: As for `centered_activations`.
+    """
+    if rotary != calibration.rotary:
+        known = "none that is known" if rotary is None else "another"
+        raise ValueError(f"activations must have the RoPE of the calibration, got {known}")
+    if layer not in calibration.layers:
+        raise ValueError(f"calibration must have every layer, got none for layer {layer}")
+    mean, scale = calibration.layers[layer]
+    if mean.shape != keys.shape[1:]:
+        raise ValueError(
+            f"calibration.layers.{layer} must be of {list(keys.shape[1:])} heads and "
+            f"channels, got {list(mean.shape)}"
+        )
+    rows = rotary_at(calibration.rotary, positions)
+    packed = encode_keys(keys.transpose(0, 1)[None], mean[None], scale, rows, calibration.rotary)
+    return packed[0].transpose(0, 1).contiguous()

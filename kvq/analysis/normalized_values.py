@@ -82,10 +82,10 @@ def activation_values(
         ValueError: A side, layer or head is not there, or as for `normalized_values`.
     """
     values, weights = [], []
-    for index in _choose("layer", layers, tuple(activations.layers)):
+    for index in choose("layer", layers, tuple(activations.layers)):
         layer = activations.layers[index]
-        chosen = _choose("head", heads, range(layer.key.shape[1]))
-        for side in _choose("side", sides, ("key", "value")):
+        chosen = choose("head", heads, range(layer.key.shape[1]))
+        for side in choose("side", sides, ("key", "value")):
             rows = (layer.key if side == "key" else layer.value)[:, list(chosen)]
             found = normalized_values(rows, mode)
             values.append(found.values.reshape(-1))
@@ -93,8 +93,12 @@ def activation_values(
     return NormalizedValues(torch.cat(values), torch.cat(weights))
 
 
-def _choose(argument: str, asked: Sequence[_T] | None, there: Sequence[_T]) -> Sequence[_T]:
-    """What was asked for, once each, which must be there; all of it by default."""
+def choose(argument: str, asked: Sequence[_T] | None, there: Sequence[_T]) -> Sequence[_T]:
+    """What was asked for, once each; all that is there by default.
+
+    Raises:
+        ValueError: It is not there; the message begins with `argument`.
+    """
     for item in asked or ():
         if item not in there:
             valid = ", ".join(map(str, there))

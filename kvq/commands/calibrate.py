@@ -46,38 +46,41 @@ def command(
     """Run a model over a text and write the means of its keys and the scales of its RoPE pairs.
 
     Both are taken before RoPE, so they fit every position. The model is read from this disk;
-    nothing is downloaded. A model whose RoPE cannot be verified is refused.
+    nothing is downloaded. A model whose RoPE cannot be verified is refused. Under torchrun the
+    windows are shared out among the processes.
     """
     import hashlib
 
     from kvq.calibration_files import save_calibration
-    from kvq.checks import check_device_name
     from kvq.commands.descriptions import describe_calibration
     from kvq.commands.inspect import print_description
+    from kvq.distributed import processes
     from kvq.evaluation.prose import SEPARATOR
     from kvq.evaluation.windows import cut_windows
     from kvq.integrations.capture import load_model, read_dtype, read_text
     from kvq.integrations.key_transforms import calibrate
 
-    check_device_name(device)
-    compute = read_dtype("dtype", dtype)
-    prose = read_text(text)
-    loaded = load_model(model, gguf_file=gguf_file, dtype=compute, device=device)
-    documents = [
-        loaded.tokenizer(part, add_special_tokens=False)["input_ids"]
-        for part in prose.split(SEPARATOR)
-    ]
-    calibration = calibrate(
-        loaded.model,
-        cut_windows(documents, tokens, windows),
-        provenance={
-            **loaded.provenance,
-            "dtype": dtype,
-            "text": text_source,
-            "text_sha256": hashlib.sha256(prose.encode()).hexdigest(),
-            "license": license_notes,
-        },
-        progress=True,
-    )
-    save_calibration(out, calibration)
-    print_description(out, describe_calibration(calibration), json=json)
+    with processes(device) as together:
+        compute = read_dtype("dtype", dtype)
+        prose = read_text(text)
+        loaded = load_model(model, gguf_file=gguf_file, dtype=compute, device=str(together.device))
+        documents = [
+            loaded.tokenizer(part, add_special_tokens=False)["input_ids"]
+            for part in prose.split(SEPARATOR)
+        ]
+        calibration = calibrate(
+            loaded.model,
+            cut_windows(documents, tokens, windows),
+            provenance={
+                **loaded.provenance,
+                "dtype": dtype,
+                "text": text_source,
+                "text_sha256": hashlib.sha256(prose.encode()).hexdigest(),
+                "license": license_notes,
+            },
+            processes=together,
+            progress=True,
+        )
+    if together.leads:
+        save_calibration(out, calibration)
+        print_description(out, describe_calibration(calibration), json=json)

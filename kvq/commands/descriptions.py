@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvq.activations import Activations
+    from kvq.analysis.value_histogram import ValueHistogram
     from kvq.calibration_files import Calibration
     from kvq.codebooks import Codebook
     from kvq.encoded_files import Encoded
@@ -29,6 +30,7 @@ def describe(path: Path) -> Description:
         FileFormatError: It is not one of ours, or breaks a rule of its format.
     """
     from kvq import activations, calibration_files, codebook_files, encoded_files
+    from kvq.analysis import value_histogram
     from kvq.conformance import manifest as vectors
     from kvq.files import FileFormatError, identify
 
@@ -49,6 +51,8 @@ def describe(path: Path) -> Description:
         tensors = sorted(vectors.read_file(path).items())
         described = [{"name": name, "tensor": _shape(tensor)} for name, tensor in tensors]
         return {"schema": schema, "tensors": described}
+    if schema == value_histogram.SCHEMA:
+        return describe_histogram(value_histogram.load_histogram(path))
     raise FileFormatError(path, f"schema must be one that this version knows, got {schema!r}")
 
 
@@ -123,6 +127,22 @@ def describe_codebook(codebook: Codebook) -> Description:
             "data_sha256": codebook.provenance.data_sha256,
             **dict(codebook.provenance.versions),
         },
+    }
+
+
+def describe_histogram(histogram: ValueHistogram) -> Description:
+    """What a histogram file holds."""
+    from kvq.analysis.value_histogram import SCHEMA
+
+    points, _ = histogram.law()
+    return {
+        "schema": SCHEMA,
+        "values": histogram.count,
+        "points": len(points),
+        "least": float(points.min(initial=0.0)),
+        "largest": float(points.max(initial=0.0)),
+        "made of": histogram.made_of,
+        "sha256": histogram.sha256,
     }
 
 

@@ -1,8 +1,9 @@
-"""`kvq fit`: fit a codebook to a law or to the values of an activation file."""
+"""`kvq fit`: fit a codebook to a law or to the values of activation files."""
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvq.codebooks import Codebook
+    from kvq.distributed import Processes
     from kvq.reference.laws import Law
     from kvq.reference.lloyd_max import LloydMaxFit
 
@@ -23,6 +25,7 @@ EXAMPLES: Final = (
     "kvq fit --law 'sphere(128)' --levels 16 --name sphere_16 --out sphere_16.safetensors",
     "kvq fit --from acts.safetensors --side key --calibration c.safetensors --levels 8 --name k",
     "kvq fit --from acts.safetensors --side key --layer 0 --base lloyd3 --levels 8 --name keys",
+    "kvq fit --from shards --base smax4 --levels 16 --name smax --resume counted",
 )
 
 
@@ -37,8 +40,16 @@ def command(
         ),
     ] = None,
     source: Annotated[
-        Path | None,
-        typer.Option("--from", help="An activation file: fit to its values, as --base sees them."),
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            help="An activation file, a folder of them or a pattern; repeatable: fit to their "
+            "values, as --base sees them.",
+        ),
+    ] = None,
+    more: Annotated[
+        list[Path] | None,
+        typer.Argument(help="More for --from, as a shell makes it of a pattern."),
     ] = None,
     base: Annotated[
         str, typer.Option(help="The codebook mode that rotates and normalizes the values.")
@@ -71,6 +82,14 @@ def command(
             help="Hold the levels symmetric about zero; default where the law is.",
         ),
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --from: a folder for what is done, so that a run that was interrupted can "
+            "be given again and goes on."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where values are counted.")] = "cpu",
     name: Annotated[str | None, typer.Option(help="Name of the codebook.")] = None,
     out: Annotated[Path | None, typer.Option(help="The codebook file; default its name.")] = None,
     picture: Annotated[
@@ -80,31 +99,51 @@ def command(
 ) -> None:
     """Fit the levels of least squared error, print how good they are, and save them.
 
+    Files are read in slices. Under torchrun they are shared out among the processes; the codebook
+    is the same for any number of them.
+
     A codebook file becomes a mode with --codebook of the other commands, or in Python with
     Mode.with_codebook.
     """
     from kvq.analysis.codebook_plot import codebook_figure
     from kvq.codebook_files import save_codebook
+    from kvq.distributed import processes
     from kvq.reference import lloyd_max
 
-    if (law is None) == (source is None):
+    paths = [*(source or ()), *(more or ())]
+    if (law is None) == (not paths):
         raise ValueError("either --law or --from must be given, got both or neither")
-    if calibration is not None and source is None:
-        raise ValueError("--calibration must come with --from, got it with --law")
+    for option, value in (("--calibration", calibration), ("--resume", resume)):
+        if value is not None and not paths:
+            raise ValueError(f"{option} must come with --from, got it with --law")
     samples: _Samples | None = None
     known: Law | None = None
-    if source is not None:
-        samples = _read_samples(
-            source, base, calibration, sides=side, layers=layer, heads=head, weigh=weigh
-        )
-        with waiting(f"fitting {levels} levels to {samples.values.size:,} values"):
-            fitted = lloyd_max.fit_samples(
-                samples.values,
+    with processes(device) as together:
+        if paths:
+            samples = _count(
+                paths,
+                base,
+                calibration,
+                together,
+                resume,
+                sides=side,
+                layers=layer,
+                heads=head,
+                weigh=weigh,
+            )
+    if not together.leads:
+        return
+    if samples is not None:
+        with waiting(f"fitting {levels} levels to {samples.number:,} values"):
+            fitted = lloyd_max.fit_masses(
+                samples.points,
+                samples.masses,
                 levels,
-                weights=samples.weights,
                 symmetric=bool(symmetric),
+                weighted=samples.weighted,
                 name=name,
                 source=samples.source,
+                data_sha256=samples.sha256,
             )
     else:
         assert law is not None
@@ -119,7 +158,7 @@ def command(
     if samples is None:
         figure = codebook_figure(fitted.codebook, law=known)
     else:
-        figure = codebook_figure(fitted.codebook, samples=samples.values, weights=samples.weights)
+        figure = codebook_figure(fitted.codebook, samples=samples.points, weights=samples.masses)
     figure.savefig(picture, dpi=150)
     _print(fitted, _comparison(fitted, known, samples), out, picture, json=json)
     if not fitted.certificate.converged:
@@ -128,47 +167,64 @@ def command(
 
 
 class _Samples(NamedTuple):
-    """What a codebook is fitted to."""
+    """What a codebook is fitted to: a histogram."""
 
-    #: `[n]` float32.
-    values: npt.NDArray[np.float32]
-    #: `[n]` float32, or `None` if all weigh the same.
-    weights: npt.NDArray[np.float32] | None
+    #: `[n]` float64, increasing.
+    points: npt.NDArray[np.float64]
+    #: `[n]` float64.
+    masses: npt.NDArray[np.float64]
+    #: How many values.
+    number: int
+    #: Whether rows were weighed.
+    weighted: bool
     #: Where they come from, in words.
     source: str
+    #: Of what was counted.
+    sha256: str
     #: The base mode's own codebook.
     base: Codebook
 
 
-def _read_samples(
-    path: Path,
+def _count(
+    given: list[Path],
     base: str,
     calibration: Path | None,
+    together: Processes,
+    resume: Path | None,
     *,
     sides: list[str] | None,
     layers: list[int] | None,
     heads: list[int] | None,
     weigh: bool | None,
 ) -> _Samples:
-    """The values of the chosen rows of an activation file, as the base mode sees them."""
-    from kvq.activations import activations_sha256, load_activations
-    from kvq.analysis.centered_activations import centered_activations
-    from kvq.analysis.normalized_values import activation_values
+    """The values of the chosen rows of activation files, as the base mode sees them."""
+    import hashlib
+
+    from kvq.analysis.file_values import Counted, count_files, find_files
     from kvq.calibration_files import load_calibration
     from kvq.modes import mode
 
     how = mode(base)
     if how.codebook is None:
         raise ValueError(f"base must be a codebook mode, got {how}")
-    activations = load_activations(path)
-    sha256 = activations_sha256(activations)
     centered = None if calibration is None else load_calibration(calibration)
-    if centered is not None:
-        activations = centered_activations(activations, centered)
-    found = activation_values(activations, how, sides=sides, layers=layers, heads=heads)
     weighted = how.codebook.recipe.weighted if weigh is None else weigh
+    paths = find_files(given)
+    message = f"counting the values of {len(paths)} file{'s' * (len(paths) > 1)}"
+    with waiting(message) if together.leads else nullcontext():
+        histogram, sha256 = count_files(
+            paths,
+            Counted(how, weighted, sides, layers, heads, centered),
+            together,
+            resume=resume,
+        )
+    if len(paths) == 1:
+        origin = f"{paths[0].name} (sha256 {sha256[paths[0]]})"
+    else:
+        whole = hashlib.sha256("".join(sorted(sha256.values())).encode()).hexdigest()
+        origin = f"{len(paths)} files (sha256 of their sorted sha256 {whole})"
     parts = [
-        f"{path.name} (sha256 {sha256})",
+        origin,
         *([] if centered is None else [f"centered by a calibration (sha256 {centered.sha256})"]),
         *(
             f"{what} {', '.join(map(str, asked))}"
@@ -177,10 +233,14 @@ def _read_samples(
         ),
         f"as {how} sees them",
     ]
+    points, masses = histogram.law()
     return _Samples(
-        found.values.numpy(),
-        found.weights.numpy() if weighted else None,
+        points,
+        masses,
+        histogram.count,
+        weighted,
         ", ".join(parts),
+        histogram.sha256,
         how.codebook,
     )
 
@@ -209,13 +269,10 @@ def _relative_error(samples: _Samples) -> float:
     """Squared error of the base's own codebook on the samples, over that of zeros."""
     import numpy as np
 
-    values = samples.values.astype(np.float64)
-    codes = np.searchsorted(samples.base.thresholds, values, side="right")
-    errors = values - np.asarray(samples.base.levels)[codes]
-    return float(
-        np.average(errors**2, weights=samples.weights)
-        / np.average(values**2, weights=samples.weights)
-    )
+    codes = np.searchsorted(samples.base.thresholds, samples.points, side="right")
+    errors = samples.points - np.asarray(samples.base.levels)[codes]
+    # Not `@`, whose order of adding depends on the number of threads.
+    return float(np.sum(samples.masses * errors**2) / np.sum(samples.masses * samples.points**2))
 
 
 def _print(

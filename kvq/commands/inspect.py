@@ -17,7 +17,9 @@ def command(
     *,
     file: Annotated[
         Path,
-        typer.Argument(help="A codebook, activation, calibration or encoded file, or a manifest."),
+        typer.Argument(
+            help="A codebook, activation, calibration, histogram or encoded file, or a manifest."
+        ),
     ],
     json: Json = False,
 ) -> None:

@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 import kvq
 from kvq.calibration_files import Calibration, LayerCalibration
 from kvq.checks import check_dtype, check_shape, check_tensor, resolve_enum
+from kvq.distributed import Processes
 from kvq.integrations.observe import attention_modules, import_optional, observe
 from kvq.integrations.rotary import find_rotary
 from kvq.key_transforms import KeyTransform
@@ -125,6 +126,7 @@ def key_transforms(
         raise ValueError("calibration must be given for a calibrated mean or scale, got none")
     rotary, keys = verify_rotary(model)
     positions = Positions.of(model)
+    part, parts = _tensor_parallel(model)
     layers = {}
     for index, key in keys.items():
         mean = scale = None
@@ -137,7 +139,7 @@ def key_transforms(
             mean = key
         if calibrated:
             assert calibration is not None
-            layer = _calibrated(calibration, rotary, index, key)
+            layer = _calibrated(calibration, rotary, index, key, part, parts)
             mean = layer.mean if source is Center.CALIBRATED else mean
             scale = layer.pair_scale if scale_pairs else None
         tokens = first_tokens if source is Center.FIRST else 0
@@ -146,16 +148,31 @@ def key_transforms(
 
 
 def _calibrated(
-    calibration: Calibration, rotary: RotarySpec, index: int, key: Tensor
+    calibration: Calibration, rotary: RotarySpec, index: int, key: Tensor, part: int, parts: int
 ) -> LayerCalibration:
-    """What was found of one layer, whose keys are like `key` `[H, D]`."""
+    """What was found of one layer, whose keys are like `key` `[H, D]`.
+
+    With the heads shared out among `parts` processes, a calibration of all heads serves each.
+    """
     if calibration.rotary != rotary:
         raise ValueError("calibration must be of the model's RoPE, got one of another")
     if index not in calibration.layers:
         raise ValueError(f"calibration must have every layer, got none for layer {index}")
     layer = calibration.layers[index]
+    heads = len(key)
+    if parts > 1 and len(layer.mean) == parts * heads:
+        layer = LayerCalibration(*(x[part * heads : (part + 1) * heads] for x in layer))
     check_shape(f"calibration.layers.{index}.mean", layer.mean, tuple(key.shape), "[heads, D]")
     return layer
+
+
+def _tensor_parallel(model: PreTrainedModel) -> tuple[int, int]:
+    """Which part of the heads this process has, and how many parts there are."""
+    parts = getattr(model, "tp_size", None) or 1
+    if parts == 1:
+        return 0, 1
+    mesh: Any = model._device_mesh
+    return (mesh if mesh.ndim == 1 else mesh["tp"]).get_local_rank(), parts
 
 
 @torch.no_grad()
@@ -239,6 +256,13 @@ class _Moments:
         self.key_square = self.key_square + key.double().square().sum((0, 2)).cpu()
         self.query_square = self.query_square + grouped.mean(2).sum((0, 2)).cpu()
 
+    def merge(self, other: _Moments) -> None:
+        """Add what another has added."""
+        self.tokens += other.tokens
+        self.key = self.key + other.key
+        self.key_square = self.key_square + other.key_square
+        self.query_square = self.query_square + other.query_square
+
     def found(self, rotary: RotarySpec) -> LayerCalibration:
         mean = self.key / self.tokens
         variance = (self.key_square / self.tokens - mean.square()).clamp(min=0)
@@ -252,6 +276,7 @@ def calibrate(
     windows: Tensor,
     *,
     provenance: Mapping[str, str] | None = None,
+    processes: Processes | None = None,
     progress: bool = False,
 ) -> Calibration:
     """Find what the keys of a model's layers have in common, over some windows of a text.
@@ -260,15 +285,21 @@ def calibrate(
         model: A causal model of transformers whose RoPE can be verified.
         windows: `[windows, T]` int64: token ids.
         provenance: Strings to record beside those that are known here.
+        processes: That share the windows, each with the whole model; by default this one has them
+            all.
         progress: Show a bar over the windows, if standard error is a terminal.
 
     Returns:
         Means of keys, and pair scales from the variance of keys and the mean square of queries,
-        of all tokens alike and before RoPE, so that positions do not matter.
+        of all tokens alike and before RoPE, so that positions do not matter. The same in every
+        process.
 
     Raises:
         TypeError: `windows` is not an int64 tensor.
         ValueError: It has no token; or the model is refused, see `verify_rotary`.
+
+    Exactness: sums are of windows, added in their order: the same bits for any number of
+        processes, if the model gives the same bits in each.
     """
     check_dtype("windows", check_tensor("windows", windows), torch.int64)
     check_shape("windows", windows, (None, None), "[windows, tokens]")
@@ -276,13 +307,28 @@ def calibrate(
         raise ValueError(f"windows must hold tokens, got {list(windows.shape)}")
     rotary, biases = verify_rotary(model)
     modules = attention_modules(model, windows[0, :1])
+    together = Processes() if processes is None else processes
     moments = {index: _Moments() for index in biases}
+    rounds = windows.split(together.size)
+    for chunk in tqdm(
+        rounds, unit="window", disable=None if progress and together.leads else True
+    ):
+        mine = {index: _Moments() for index in biases}
 
-    def look(index: int, query: Tensor, key: Tensor, *_: object) -> None:
-        moments[index].add(query, key)
+        def look(
+            index: int,
+            query: Tensor,
+            key: Tensor,
+            *_: object,
+            mine: dict[int, _Moments] = mine,
+        ) -> None:
+            mine[index].add(query, key)
 
-    for ids in tqdm(windows, unit="window", disable=None if progress else True):
-        observe(model, ids, modules, lambda *_: None, unrotated=look)
+        for ids in together.share(chunk):
+            observe(model, ids, modules, lambda *_: None, unrotated=look)
+        for window in together.gather(mine)[: len(chunk)]:
+            for index, found in window.items():
+                moments[index].merge(found)
     return Calibration(
         rotary,
         {index: moments[index].found(rotary) for index in sorted(moments)},

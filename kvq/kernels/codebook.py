@@ -26,7 +26,6 @@ from kvq.kernels.rounding import (
 from kvq.kernels.rows import fold_signed_max, pick
 from kvq.kernels.scaling import constant, divide, reciprocal
 
-
 #: From this many levels on, a guess and a look-up in the warp's registers beat constants; in a
 #: search, which keeps the row, a guess takes fewer registers from four levels on.
 FEWEST_GUESSED_LEVELS = 5

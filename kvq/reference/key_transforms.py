@@ -40,9 +40,13 @@ def rotary_rows(spec: RotarySpec, start: int, count: int) -> Tensor:
     Exactness: angles, cosines and sines in float64, rounded to float32 once. Made on the CPU
     wherever the keys are, so all devices have the same bits.
     """
-    positions = torch.arange(start, start + count, dtype=torch.float64)
+    return rotary_at(spec, torch.arange(start, start + count))
+
+
+def rotary_at(spec: RotarySpec, positions: Tensor) -> Tensor:
+    """The rows of `rotary_rows` for positions `[count]` int64 in any order."""
     frequencies = torch.tensor(spec.inverse_frequencies, dtype=torch.float32).double()
-    angles = positions[:, None] * frequencies
+    angles = positions.double()[:, None] * frequencies
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * spec.attention_factor).float()
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "LloydMaxFit",
     "distortion_rate",
     "fit",
+    "fit_masses",
     "fit_samples",
     "gaussian_distortion",
     "law",
@@ -199,9 +200,53 @@ def fit_samples(
         digest.update(row.tobytes())
         counts = row.astype(np.float64)
         data, counts = data[counts > 0], counts[counts > 0]
-    if data.min() == data.max():
-        raise ValueError(f"samples must not all be equal, got only {data[0]}")
-    points, shares = _distinct(np.abs(data) if symmetric else data, counts)
+    return fit_masses(
+        data,
+        counts,
+        num_levels,
+        symmetric=symmetric,
+        weighted=weights is not None,
+        name=name,
+        source=source,
+        data_sha256=digest.hexdigest(),
+    )
+
+
+def fit_masses(
+    points: npt.NDArray[np.floating[Any]],
+    masses: Array,
+    num_levels: int,
+    *,
+    symmetric: bool = False,
+    weighted: bool = False,
+    name: str | None = None,
+    source: str = "samples",
+    data_sha256: str = "",
+) -> LloydMaxFit:
+    """Fit levels to points with masses: to a histogram.
+
+    Args:
+        points: `[n]`, finite, in any order.
+        masses: `[n]`, positive and finite.
+        num_levels: As for `fit_samples`.
+        symmetric: As for `fit_samples`.
+        weighted: Whether the masses are more than counts, for the recipe.
+        name: As for `fit_samples`.
+        source: As for `fit_samples`.
+        data_sha256: SHA-256 (hex) of what the points and masses were made of, for the provenance.
+
+    Raises:
+        ValueError: As for `fit_samples`.
+        TypeError: `num_levels` is not an int.
+
+    Exactness: as for `fit_samples`.
+    """
+    _check_num_levels(num_levels)
+    if not points.size:
+        raise ValueError("samples must not be empty, got none")
+    if points.min() == points.max():
+        raise ValueError(f"samples must not all be equal, got only {points[0]}")
+    points, shares = _distinct(np.abs(points) if symmetric else points, masses)
     if points.size < (-(-num_levels // 2) if symmetric else num_levels):
         raise ValueError(
             f"num_levels must be at most what the distinct samples can fill, got {num_levels} "
@@ -210,8 +255,8 @@ def fit_samples(
     return _result(
         name or f"samples_{num_levels}",
         _fit_sample(_Sample(points, shares, _Shape(num_levels, bool(symmetric)))),
-        Recipe("samples", num_levels, bool(symmetric), weights is not None),
-        Provenance(source, digest.hexdigest(), _versions()),
+        Recipe("samples", num_levels, bool(symmetric), weighted),
+        Provenance(source, data_sha256, _versions()),
     )
 
 
@@ -461,8 +506,8 @@ def _fit_sample(sample: _Sample) -> _FixedPoint:
             "num_levels must be odd for a symmetric fit of samples of which too many are zero, "
             f"got {shape.num_levels}"
         )
-    mean = 0.0 if shape.symmetric else float(shares @ points)
-    second_moment = float(shares @ points**2)
+    mean = 0.0 if shape.symmetric else float(np.sum(shares * points))
+    second_moment = float(np.sum(shares * points**2))
     return _FixedPoint(
         shape.all_levels(free), sample.cells(free), mean, second_moment, tries + steps
     )
@@ -592,7 +637,7 @@ def _float32_row(argument: str, values: npt.ArrayLike) -> npt.NDArray[np.float32
     return single
 
 
-def _distinct(row: npt.NDArray[np.float32], counts: Array) -> tuple[Array, Array]:
+def _distinct(row: npt.NDArray[np.floating[Any]], counts: Array) -> tuple[Array, Array]:
     """The distinct values, increasing, and their shares of the whole."""
     order = np.lexsort((counts, row))
     values = row[order].astype(np.float64)
