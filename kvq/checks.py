@@ -6,28 +6,67 @@ a `ValueError`.
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import TypeVar
-
 import torch
 from torch import Tensor
+
+from kvq.value_checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_kind,
+    check_number,
+    check_optional,
+    check_real,
+    check_text,
+    check_tuple,
+    resolve_enum,
+)
+
+__all__ = [
+    "INPUT_DTYPES",
+    "check_bool",
+    "check_choice",
+    "check_device_name",
+    "check_dtype",
+    "check_input",
+    "check_int",
+    "check_kind",
+    "check_number",
+    "check_optional",
+    "check_real",
+    "check_same_device",
+    "check_shape",
+    "check_tensor",
+    "check_text",
+    "check_tuple",
+    "check_values_are_there",
+    "dtype_name",
+    "resolve_enum",
+]
 
 #: The floating-point types a tier widens to float32. float64 is refused: it would round first.
 INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-_E = TypeVar("_E", bound=Enum)
 
-
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype | torch.layout) -> str:
     """`torch.float32` as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def check_tensor(argument: str, value: object) -> Tensor:
-    """`value`, which must be a tensor."""
+    """`value`, which must be a tensor with strides."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "nested" if value.is_nested else dtype_name(value.layout)
+        raise TypeError(f"{argument} must be a dense tensor, got a {layout} one")
     return value
+
+
+def check_values_are_there(argument: str, value: object) -> None:
+    """A tensor that is worked on must have values, which one on the device `meta` has not."""
+    if isinstance(value, Tensor) and value.is_meta:
+        raise ValueError(f"{argument} must be on a device that holds values, got meta")
 
 
 def check_input(argument: str, value: object) -> Tensor:
@@ -63,9 +102,14 @@ def check_device_name(device: str) -> None:
     """A device that a command is told must be there.
 
     Raises:
-        ValueError: It is a CUDA device, and torch finds none.
+        ValueError: It is none that torch knows, or torch finds none on this machine.
     """
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    try:
+        kind = torch.device(device)
+    except RuntimeError:
+        kind = torch.device("meta")
+    module = getattr(torch, kind.type, None)
+    if module is None or not module.is_available() or (kind.index or 0) >= module.device_count():
         raise ValueError(f"device must be one that torch finds, got {device!r}")
 
 
@@ -75,14 +119,3 @@ def check_same_device(argument: str, value: Tensor, other: str, reference: Tenso
         raise ValueError(
             f"{argument} must be on the device of {other} ({reference.device}), got {value.device}"
         )
-
-
-def resolve_enum(argument: str, value: object, kind: type[_E]) -> _E:
-    """A member of `kind`, from the member itself or from its value."""
-    if isinstance(value, kind):
-        return value
-    try:
-        return kind(value)
-    except ValueError:
-        valid = ", ".join(repr(member.value) for member in kind)
-        raise ValueError(f"{argument} must be one of {valid}, got {value!r}") from None

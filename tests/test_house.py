@@ -27,15 +27,16 @@ LONGER = {
     "kvq/kernels/attention_loop.py": 520,
     "kvq/kernels/operands.py": 600,
     "kvq/kernels/quantize.py": 630,
-    "kvq/modes.py": 560,
+    "kvq/modes.py": 580,
     "kvq/reference/lloyd_max.py": 650,
-    "kvq/tier.py": 520,
+    "kvq/tier.py": 540,
 }
 
 # Rooms from the ground up: a room imports from lower lines and from itself. The rooms of one line
 # do not know each other.
 FLOORS = (
-    {"codebooks", "rounding", "scale_word", "trellis"},
+    {"rounding", "scale_word", "value_checks"},
+    {"codebooks", "trellis"},
     {"modes"},
     {"checks"},
     {"files", "records", "rotary", "tier"},
@@ -73,7 +74,7 @@ HOMES = {
     "rich": ("kvq/cli.py", "kvq/commands/"),
 }
 # The table of modes can be read without torch.
-WITHOUT_TORCH = {"codebooks", "modes", "rounding", "scale_word", "trellis"}
+WITHOUT_TORCH = {"codebooks", "modes", "rounding", "scale_word", "trellis", "value_checks"}
 # `import kvq` loads none of these.
 HEAVY = ("matplotlib", "pandas", "pyarrow", "rich", "scipy", "transformers", "triton", "typer")
 

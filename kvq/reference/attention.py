@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvq.checks import check_values_are_there
 from kvq.reference.exact import dequantize_exact
 from kvq.reference.quantize import dequantize
 from kvq.tier import (
@@ -97,6 +98,7 @@ def paged_attention(
     in the batch. A float64 query is answered in float64 from the exact values of codes and words;
     any other in float32 from `dequantize`d rows.
     """
+    check_values_are_there("query", query)
     check_attention(
         query,
         key_cache,
@@ -106,6 +108,7 @@ def paged_attention(
         query_start_loc,
         scale,
         features,
+        return_lse,
         max_query_len,
         check,
     )
@@ -278,6 +281,7 @@ def merge_attention(
     the dtype of the log-sum-exp.
     """
     check_merge(parts, sink_logits)
+    check_values_are_there("parts", parts[0][0])
     logits = torch.stack([lse for _, lse in parts], dim=-1)  # [T, Hq, parts]
     outputs = torch.stack([output for output, _ in parts], dim=-2)  # [T, Hq, parts, Dv]
     visible = logits != -math.inf
