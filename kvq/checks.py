@@ -63,9 +63,9 @@ def check_tensor(argument: str, value: object) -> Tensor:
     return value
 
 
-def check_values_are_there(argument: str, value: object) -> None:
+def check_values_are_there(argument: str, value: Tensor) -> None:
     """A tensor that is worked on must have values, which one on the device `meta` has not."""
-    if isinstance(value, Tensor) and value.is_meta:
+    if value.is_meta:
         raise ValueError(f"{argument} must be on a device that holds values, got meta")
 
 

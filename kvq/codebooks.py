@@ -93,8 +93,9 @@ class Codebook:
         check_tuple("thresholds", self.thresholds, float)
         check_kind("recipe", self.recipe, Recipe)
         check_kind("provenance", self.provenance, Provenance)
+        check_kind("name", self.name, str)
         n = len(self.levels)
-        if not check_kind("name", self.name, str) or not all(c.isalnum() or c in "._-" for c in self.name):
+        if not self.name or not all(c.isalnum() or c in "._-" for c in self.name):
             raise ValueError(
                 f"name must be made of letters, digits, '.', '_' and '-', got {self.name!r}"
             )

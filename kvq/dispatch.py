@@ -134,9 +134,7 @@ def copy_blocks(
         operators.copy_blocks(*_parts(cache), pairs, check, tier)
         return
     codes = check_kind("cache", cache, PagedKV).codes
-    find_tier("cache.codes", codes, "copy_blocks", tier).copy_blocks(
-        cache, pairs, check=check
-    )
+    find_tier("cache.codes", codes, "copy_blocks", tier).copy_blocks(cache, pairs, check=check)
 
 
 def paged_attention(

@@ -184,8 +184,8 @@ GAINS: Final[Mapping[Normalization, tuple[float, ...]]] = MappingProxyType(
 )
 
 #: What a mode must be made of, and what it may lack.
-_KINDS: Final = {"grid": Grid, "normalization": Normalization, "word": StoredWord}
-_OPTIONAL_KINDS: Final = {
+_KINDS: Final[dict[str, type]] = {"grid": Grid, "normalization": Normalization, "word": StoredWord}
+_OPTIONAL_KINDS: Final[dict[str, type]] = {
     "rotation": Rotation,
     "rounding": Rounding,
     "codebook": Codebook,

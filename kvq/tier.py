@@ -6,7 +6,6 @@ tests take either.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -242,7 +241,11 @@ def checks_values(check: bool | None, tensor: Tensor) -> bool:
 
     Elsewhere a look would wait for the device.
     """
-    return tensor.device.type == "cpu" if check is None else check_bool("check", check)
+    if check is None:
+        return tensor.device.type == "cpu"
+    if check_bool("check", check) and tensor.is_meta:
+        raise ValueError("check must be False for tensors without values, got True")
+    return check
 
 
 def check_cache_pair(key_cache: PagedKV, value_cache: PagedKV) -> tuple[int, int, int]:
@@ -468,7 +471,8 @@ def check_parts(parts: Sequence[AttentionOutput]) -> None:
     Raises:
         TypeError, ValueError: It is not, or there is nothing to merge.
     """
-    check_kind("parts", parts, Sequence)
+    if not isinstance(parts, list | tuple):
+        raise TypeError(f"parts must be a list or a tuple, got {type(parts).__name__}")
     if not parts:
         raise ValueError("parts must hold at least one attention output, got none")
     for index, part in enumerate(parts):

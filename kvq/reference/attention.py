@@ -98,7 +98,6 @@ def paged_attention(
     in the batch. A float64 query is answered in float64 from the exact values of codes and words;
     any other in float32 from `dequantize`d rows.
     """
-    check_values_are_there("query", query)
     check_attention(
         query,
         key_cache,
@@ -112,6 +111,7 @@ def paged_attention(
         max_query_len,
         check,
     )
+    check_values_are_there("query", query)
     key_words, value_codes = as_hnd(key_cache)[1], as_hnd(value_cache)[0]
     num_blocks, num_kv_heads, block_size = key_words.shape
     num_tokens, num_heads = query.shape[:2]
