@@ -26,6 +26,7 @@ __all__ = [
     "INPUT_DTYPES",
     "check_bool",
     "check_choice",
+    "check_device",
     "check_device_name",
     "check_dtype",
     "check_input",
@@ -98,16 +99,21 @@ def check_shape(argument: str, value: Tensor, expected: tuple[int | None, ...], 
         raise ValueError(f"{argument} must be {axes} of shape [{wanted}], got {list(shape)}")
 
 
+def check_device(argument: str, device: torch.device | str) -> torch.device:
+    """The device of a name that torch knows, though it may not be there."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{argument} must be one that torch knows, got {device!r}") from None
+
+
 def check_device_name(device: str) -> None:
     """A device that a command is told must be there.
 
     Raises:
         ValueError: It is none that torch knows, or torch finds none on this machine.
     """
-    try:
-        kind = torch.device(device)
-    except RuntimeError:
-        kind = torch.device("meta")
+    kind = check_device("device", device)
     module = getattr(torch, kind.type, None)
     if module is None or not module.is_available() or (kind.index or 0) >= module.device_count():
         raise ValueError(f"device must be one that torch finds, got {device!r}")

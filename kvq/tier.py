@@ -18,6 +18,7 @@ from torch import Tensor
 from kvq.checks import (
     INPUT_DTYPES,
     check_bool,
+    check_device,
     check_dtype,
     check_input,
     check_int,
@@ -198,6 +199,8 @@ def new_paged_kv(
     ):
         check_int(argument, size, 1)
     mode = resolve_mode(mode)
+    if device is not None:
+        check_device("device", device)
     order = resolve_enum("layout", layout, Layout)
     inner = (num_heads, block_size) if order is Layout.HND else (block_size, num_heads)
     codes = torch.zeros(

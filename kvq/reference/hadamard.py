@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvq.checks import check_bool, check_input, check_int, check_kind, check_values_are_there
+from kvq.checks import (
+    check_bool,
+    check_device,
+    check_input,
+    check_int,
+    check_kind,
+    check_values_are_there,
+)
 from kvq.modes import Rotation
 
 #: Added to the seed, once per round: the sign tables of the rounds differ.
@@ -100,7 +107,8 @@ def signs(
     check_kind("dtype", dtype, torch.dtype)
     if not 0 <= check_int("round_index", round_index) < rotation.rounds:
         raise ValueError(f"round_index must be below {rotation.rounds}, got {round_index}")
-    return _signs(head_dim, rotation, round_index, dtype, str(torch.device(device))).clone()
+    where = str(check_device("device", device))
+    return _signs(head_dim, rotation, round_index, dtype, where).clone()
 
 
 def _signs_like(x: Tensor, rotation: Rotation, round_index: int) -> Tensor:
