@@ -197,7 +197,7 @@ def merge_attention(
     tier: TierName | None = None,
 ) -> AttentionOutput:
     """Merge attention over disjoint sets of keys; see `kvq.reference.merge_attention`."""
-    if parts and is_compiling():
+    if is_compiling() and parts:
         outputs, log_sum_exps = [part[0] for part in parts], [part[1] for part in parts]
         return AttentionOutput(
             *operators.merge_attention(outputs, log_sum_exps, sink_logits, tier)

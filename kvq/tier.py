@@ -233,7 +233,10 @@ def as_hnd(cache: PagedKV, argument: str = "cache") -> tuple[Tensor, Tensor]:
             f"got {list(codes.shape)} and {list(words.shape)}"
         )
     check_same_device(f"{argument}.words", words, f"{argument}.codes", codes)
-    cache.mode.head_dim(codes.shape[3])
+    try:
+        cache.mode.head_dim(codes.shape[3])
+    except ValueError as error:
+        raise ValueError(f"{argument}.codes must hold rows of its mode: {error}") from None
     if resolve_enum(f"{argument}.layout", cache.layout, Layout) is Layout.NHD:
         return codes.transpose(1, 2), words.transpose(1, 2)
     return codes, words
@@ -450,14 +453,15 @@ def check_merge(parts: Sequence[AttentionOutput], sink_logits: Tensor | None) ->
     """
     check_parts(parts)
     like_output, like_lse = parts[0]
-    check_dtype("output", check_tensor("output", like_output), *INPUT_DTYPES, torch.float64)
-    check_dtype("log_sum_exp", check_tensor("log_sum_exp", like_lse), torch.float32, torch.float64)
-    check_shape("log_sum_exp", like_lse, tuple(like_output.shape[:-1]), "[tokens, heads]")
-    check_same_device("log_sum_exp", like_lse, "output", like_output)
-    for output, lse in parts[1:]:
+    first, lse = "parts[0].output", "parts[0].log_sum_exp"
+    check_dtype(first, check_tensor(first, like_output), *INPUT_DTYPES, torch.float64)
+    check_dtype(lse, check_tensor(lse, like_lse), torch.float32, torch.float64)
+    check_shape(lse, like_lse, tuple(like_output.shape[:-1]), "[tokens, heads]")
+    check_same_device(lse, like_lse, first, like_output)
+    for index, part in enumerate(parts[1:], 1):
         for argument, value, like in (
-            ("output", output, like_output),
-            ("log_sum_exp", lse, like_lse),
+            (f"parts[{index}].output", part[0], like_output),
+            (f"parts[{index}].log_sum_exp", part[1], like_lse),
         ):
             check_dtype(argument, check_tensor(argument, value), like.dtype)
             check_shape(argument, value, tuple(like.shape), "as in the first part,")

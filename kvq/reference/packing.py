@@ -68,8 +68,8 @@ def unpack_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     _check_bits(bits)
     check_dtype("packed", check_tensor("packed", packed), torch.uint8)
     check_values_are_there("packed", packed)
-    check_int("head_dim", head_dim, 1)
-    if packed.ndim == 0 or packed.shape[-1] * 8 != head_dim * bits:
+    check_int("head_dim", head_dim)
+    if packed.ndim == 0 or head_dim <= 0 or packed.shape[-1] * 8 != head_dim * bits:
         raise ValueError(
             f"packed must hold {head_dim} codes of {bits} bits along the last axis, "
             f"got shape {list(packed.shape)}"

@@ -222,13 +222,14 @@ CALLS: list[Call] = [
             "bits": BITS,
             "head_dim": [
                 *INT,
-                (-32, ValueError, "head_dim must be at least 1, got -32"),
-                (0, ValueError, "head_dim must be at least 1, got 0"),
-                (
-                    16,
-                    ValueError,
-                    "packed must hold 16 codes of 4 bits along the last axis, "
-                    "got shape [3, 2, 16]",
+                *(
+                    (
+                        size,
+                        ValueError,
+                        f"packed must hold {size} codes of 4 bits along the last axis, "
+                        "got shape [3, 2, 16]",
+                    )
+                    for size in (-32, 0, 16, 2**40)
                 ),
             ],
         },

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,9 @@ STANDS_FOR: dict[str, tuple[str, ...]] = {
     "x": ("head_dim",),
     "head_dim": ("codes", "packed"),
     "words": ("codes",),
+    "key_cache": ("value_cache",),
     "mode": ("rounding",),
+    "features": ("sink", "alibi", "bias", "first_key"),
 }
 
 #: A bad value, the error and its message.
@@ -73,12 +75,21 @@ def arguments_of(function: Callable[..., Any]) -> list[str]:
     ]
 
 
-def every_row(calls: Sequence[Call]) -> Iterator[Any]:
+def every_row(calls: Sequence[Call]) -> list[Any]:
     """One pytest parameter for each row."""
-    for call in calls:
-        for parameter, rows in call.rows.items():
-            for number, row in enumerate(rows):
-                yield pytest.param(call, parameter, row, id=f"{call.name}-{parameter}-{number}")
+    return [
+        pytest.param(call, parameter, row, id=f"{call.name}-{parameter}-{number}")
+        for call in calls
+        for parameter, rows in call.rows.items()
+        for number, row in enumerate(rows)
+    ]
+
+
+def run(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Call a function; a generator does nothing until it is asked."""
+    found = function(**arguments)
+    if inspect.isgenerator(found):
+        list(found)
 
 
 def check_row(call: Call, parameter: str, row: Row, folder: Path) -> None:
@@ -89,10 +100,7 @@ def check_row(call: Call, parameter: str, row: Row, folder: Path) -> None:
         value = value.make(given, folder)
     bad = given | (value.arguments if isinstance(value, Change) else {parameter: value})
     with pytest.raises(error) as caught:
-        found = call.function(**bad)
-        # A generator does nothing until it is asked.
-        if inspect.isgenerator(found):
-            list(found)
+        run(call.function, bad)
     # Not a kind of it: a FileNotFoundError is an OSError that a caller may want to tell apart.
     assert type(caught.value) is error, repr(caught.value)
     found = str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ def indices(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
+def nested(dense: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype, says torch
+        return torch.nested.nested_tensor([dense.flatten()])
+
+
 def no_tensors(argument: str, dense: Tensor) -> list[tuple[Any, type[Exception], str]]:
     """Rows for what is no tensor, or has no strides."""
     wanted = f"{argument} must be a torch.Tensor, got"
@@ -41,7 +48,7 @@ def no_tensors(argument: str, dense: Tensor) -> list[tuple[Any, type[Exception],
             f"{argument} must be a dense tensor, got a sparse_coo one",
         ),
         (
-            torch.nested.nested_tensor([dense.flatten()]),
+            nested(dense),
             TypeError,
             f"{argument} must be a dense tensor, got a nested one",
         ),
@@ -111,6 +118,7 @@ def bad_caches(argument: str) -> list[tuple[Any, type[Exception], str]]:
         (
             good._replace(mode=kvq.mode("int2"), codes=good.codes[..., :3].contiguous()),
             ValueError,
+            f"{argument}.codes must hold rows of its mode: "
             "head_dim must be divisible by 16 for a Hadamard rotation, got 12",
         ),
     ]

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.bad_input import core_rows
+from tests.bad_input import cache_rows, core_rows
 from tests.bad_input.table import Call, Row, check_complete, check_row, every_row
 
-CALLS = [*core_rows.CALLS]
+ROOMS = (core_rows, cache_rows)
+CALLS = [call for room in ROOMS for call in room.CALLS]
+ALONE = [call for room in ROOMS for call in getattr(room, "ALONE", ())]
 
 
-@pytest.mark.parametrize(("call", "parameter", "row"), every_row([*CALLS, *core_rows.ALONE]))
+@pytest.mark.parametrize(("call", "parameter", "row"), every_row([*CALLS, *ALONE]))
 def test_refused(call: Call, parameter: str, row: Row, tmp_path: Path) -> None:
     check_row(call, parameter, row, tmp_path)
 
