@@ -29,6 +29,17 @@ def to_float32(value: float) -> float:
     return float(rounded)
 
 
+def check_name(name: object) -> None:
+    """A codebook's name must be one that a mode's name and a file's can hold.
+
+    Raises:
+        TypeError, ValueError: It is not.
+    """
+    text = check_kind("name", name, str)
+    if not text or not all(c.isalnum() or c in "._-" for c in text):
+        raise ValueError(f"name must be made of letters, digits, '.', '_' and '-', got {text!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What a codebook was fitted to: enough to fit it again."""
@@ -93,12 +104,8 @@ class Codebook:
         check_tuple("thresholds", self.thresholds, float)
         check_kind("recipe", self.recipe, Recipe)
         check_kind("provenance", self.provenance, Provenance)
-        check_kind("name", self.name, str)
+        check_name(self.name)
         n = len(self.levels)
-        if not self.name or not all(c.isalnum() or c in "._-" for c in self.name):
-            raise ValueError(
-                f"name must be made of letters, digits, '.', '_' and '-', got {self.name!r}"
-            )
         if not 2 <= n <= MAX_LEVELS:
             raise ValueError(f"levels must hold 2 to {MAX_LEVELS} numbers, got {n}")
         if len(self.thresholds) != n - 1:

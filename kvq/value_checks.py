@@ -1,7 +1,8 @@
 """The argument rules of plain values, and their messages, once. They need no torch.
 
 `kvq.checks` hands them on beside the rules of tensors. A wrong type is a `TypeError`, a wrong
-value a `ValueError`. Where a number is asked for, `True` is none.
+value a `ValueError`. Where a number is asked for, `True` is none, and numbers of numpy other than
+its float64 are refused: much of what is checked here is written to files as JSON.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import Enum
-from numbers import Integral, Real
 from typing import TypeVar, cast
 
 _E = TypeVar("_E", bound=Enum)
@@ -41,12 +41,10 @@ def check_bool(argument: str, value: object) -> bool:
 def check_int(
     argument: str, value: object, least: int | None = None, most: int | None = None
 ) -> int:
-    """`value`, which must be an integer (a numpy one will do) within the bounds that are given."""
-    if (
-        type(value) is not int
-        # A size in a graph in the making is torch's `SymInt`.
-        and (isinstance(value, bool) or not isinstance(value, Integral))
-        and type(value).__name__ != "SymInt"
+    """`value`, which must be an integer within the bounds that are given."""
+    # A size in a graph in the making is torch's `SymInt`.
+    if type(value) is not int and (
+        isinstance(value, bool) or not (isinstance(value, int) or type(value).__name__ == "SymInt")
     ):
         raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
     number = cast(int, value)
@@ -59,7 +57,9 @@ def check_int(
 
 def check_real(argument: str, value: object) -> float:
     """`value`, which must be a real number, though it may be a NaN or infinite."""
-    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
+    if type(value) is not float and (
+        isinstance(value, bool) or not isinstance(value, int | float)
+    ):
         raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
     return cast(float, value)
 

@@ -10,7 +10,7 @@ import torch
 
 import kvq
 from kvq import reference
-from kvq.tier import AttentionFeatures, AttentionOutput, as_hnd, new_paged_kv
+from kvq.tier import AttentionFeatures, as_hnd, new_paged_kv
 from tests.bad_input.core_rows import MULTIPLE, NAMED, NO_VALUES, tiers
 from tests.bad_input.table import Call, Made, Row, change
 from tests.bad_input.tensors import (
@@ -98,7 +98,8 @@ def cache_pair() -> dict[str, list[Row]]:
             (
                 cache(block_size=8),
                 ValueError,
-                "value_cache must be [blocks, heads, block_size] of shape [3, 2, 8], got [3, 2, 4]",
+                "value_cache must be [blocks, heads, block_size] of shape [3, 2, 8], "
+                "got [3, 2, 4]",
             ),
             (
                 change(key_cache=empty, value_cache=empty),
@@ -111,7 +112,8 @@ def cache_pair() -> dict[str, list[Row]]:
             (
                 cache(blocks=2),
                 ValueError,
-                "value_cache must be [blocks, heads, block_size] of shape [3, 2, 4], got [2, 2, 4]",
+                "value_cache must be [blocks, heads, block_size] of shape [3, 2, 4], "
+                "got [2, 2, 4]",
             ),
             (
                 new_paged_kv(3, 4, HEADS, HEAD_DIM, "int8", device="meta"),

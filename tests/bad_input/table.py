@@ -23,6 +23,10 @@ STANDS_FOR: dict[str, tuple[str, ...]] = {
     "words": ("codes",),
     "key_cache": ("value_cache",),
     "mode": ("rounding",),
+    "text": ("law", "head_dim"),
+    "name": ("mode",),
+    "given": ("law", "head_dim"),
+    "law": ("head_dim",),
     "features": ("sink", "alibi", "bias", "first_key"),
 }
 
