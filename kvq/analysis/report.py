@@ -29,6 +29,7 @@ from kvq.analysis import plots
 from kvq.analysis.measure import Settings, check_modes, measure
 from kvq.analysis.page import Image, page
 from kvq.analysis.summary import headline, summarize
+from kvq.checks import check_int
 from kvq.data import embedded_sample
 from kvq.files import FileFormatError
 from kvq.modes import MODES, Mode, ScaleFit
@@ -126,6 +127,9 @@ def run_report(
         ValueError: A mode does not suit a head size, or is named twice.
     """
     settings = Settings() if settings is None else settings
+    check_int("seed", seed, 0, 2**63 - 1)
+    if threads is not None:
+        check_int("threads", threads, 1)
     resolved = [resolve_mode(mode) for mode in modes]
     check_modes(activations, resolved)
     threads = _default_threads(activations) if threads is None else threads
@@ -233,7 +237,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FileFormatError(path, f"cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FileFormatError(path, f"not valid JSON ({error})") from None
     schema = manifest.get("schema") if isinstance(manifest, dict) else None
     if schema != SCHEMA:

@@ -7,6 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
+from kvq.commands.options import check_output
 from kvq.commands.output import Json
 
 EXAMPLES: Final = (
@@ -60,6 +61,10 @@ def command(
     from kvq.integrations.key_transforms import calibrate
 
     check_device_name(device)
+    check_output("out", out)
+    for argument, value in (("windows", windows), ("tokens", tokens)):
+        if value < 1:
+            raise ValueError(f"{argument} must be at least 1, got {value}")
     compute = read_dtype("dtype", dtype)
     prose = read_text(text)
     loaded = load_model(model, gguf_file=gguf_file, dtype=compute, device=device)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
+from kvq.commands.options import check_alone, check_output, load_mode
 from kvq.commands.output import Json, print_json, print_table, say, waiting
 
 if TYPE_CHECKING:
@@ -89,8 +90,16 @@ def command(
 
     if (law is None) == (source is None):
         raise ValueError("either --law or --from must be given, got both or neither")
-    if calibration is not None and source is None:
-        raise ValueError("--calibration must come with --from, got it with --law")
+    if source is None:
+        check_alone(
+            "--law", "with", side=side, layer=layer, head=head, calibration=calibration,
+            weigh=weigh,
+        )  # fmt: skip
+    load_mode(base)
+    check_output("out", out)
+    check_output("picture", picture)
+    if picture is not None or out is not None:
+        _check_picture(out, picture)
     samples: _Samples | None = None
     known: Law | None = None
     if source is not None:
@@ -125,6 +134,16 @@ def command(
     if not fitted.certificate.converged:
         say("check failed: the levels are not a fixed point (stationarity above 1e-10)")
         raise typer.Exit(1)
+
+
+def _check_picture(out: Path | None, picture: Path | None) -> None:
+    """The picture must be of a kind that can be drawn, and another file than the codebook."""
+    from kvq.analysis.codebook_plot import check_picture
+
+    if picture is not None:
+        check_picture("picture", picture)
+    if out is not None and out == (out.with_suffix(".png") if picture is None else picture):
+        raise ValueError(f"out must be another file than the picture, got {out} for both")
 
 
 class _Samples(NamedTuple):

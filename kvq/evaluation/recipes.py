@@ -11,14 +11,14 @@ before they are packed, and `pair=calibrated` scales their RoPE pairs. A mode ma
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from kvq.calibration_files import Calibration
-from kvq.checks import resolve_enum
+from kvq.checks import check_kind, resolve_enum
 from kvq.codebook_files import load_codebook
 from kvq.key_transforms import KeyTransform
 from kvq.modes import MODES, Mode
@@ -95,6 +95,11 @@ class Recipe:
     scale_pairs: bool = False
     #: What the keys of each layer of one model lose: see `bind`.
     key_transforms: Mapping[int, KeyTransform] | None = None
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether it is for models with a calibration."""
+        return self.center == "calibrated" or self.scale_pairs
 
     def bind(self, model: Any, calibration: Calibration | None = None) -> Recipe:
         """The recipe for one model: what its keys lose is worked out.
@@ -185,14 +190,18 @@ def parse_recipe(text: str) -> Recipe:
         ValueError: It is none; the message names the part.
         FileFormatError: A codebook file is not valid.
     """
-    text = NAMED.get(text, text)
+    text = NAMED.get(check_kind("recipe", text, str), text)
     if "=" not in text:
         mode = parse_mode(text)
         return Recipe(text, mode, mode)
     sides: dict[str, dict[str, Mode]] = {"k": {}, "v": {}}
     options: dict[str, Any] = {}
+    seen: set[str] = set()
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
+        if name in seen:
+            raise ValueError(f"recipe must name a part once, got {part!r} in {text!r}")
+        seen.add(name)
         side = _SIDE.fullmatch(name)
         if side is not None:
             sides[side[1]][side[2]] = parse_mode(value)
@@ -217,6 +226,17 @@ def parse_recipe(text: str) -> Recipe:
         {int(layer): mode for layer, mode in by_layer.items()} for by_layer in sides.values()
     )
     return Recipe(text, modes["k"], modes["v"], key_layers, value_layers, **options)
+
+
+def check_named_once(recipes: Sequence[Recipe]) -> None:
+    """Recipes are told apart by their texts.
+
+    Raises:
+        ValueError: Two have the same.
+    """
+    names = [str(recipe) for recipe in recipes]
+    if len(set(names)) < len(names):
+        raise ValueError(f"recipes must each be named once, got {', '.join(names)}")
 
 
 def parse_mode(text: str) -> Mode:

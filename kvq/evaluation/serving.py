@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kvq.checks import check_int
 from kvq.evaluation.recipes import Recipe
 from kvq.integrations.models import attending, run_model, transformers_cache
 
@@ -45,8 +46,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name, least in (("sequences", 1), ("inputs", 1), ("outputs", 2), ("chunk", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+            check_int(name, getattr(self, name), least)
 
     @property
     def longest(self) -> int:

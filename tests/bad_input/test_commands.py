@@ -1,0 +1,66 @@
+"""Every command with every kind of bad option: one line that says what is wrong, and exit code 2."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from kvq.cli import COMMANDS, app
+from tests.bad_input.command_rows import LINES, OPEN
+from tests.bad_input.command_table import Line, run_line, write_files
+from tests.bad_input.table import as_pattern
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return write_files(tmp_path_factory.mktemp("files"))
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        pytest.param(name, line, id=f"{name}-{line.option}-{number}")
+        for name, lines in LINES.items()
+        for number, line in enumerate(lines)
+    ],
+)
+def test_refused(
+    name: str,
+    line: Line,
+    files: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, error = run_line(name, line, files)
+    assert code == 2, error
+    assert not out
+    wanted = as_pattern(line.message.format(**files))
+    assert re.search(wanted, error), error
+    # The option by its name, or what it is called in the message, which the row must then hold.
+    assert "Traceback" not in error
+    assert not list(tmp_path.iterdir()), "something was written"
+    assert not Path(files["out"]).exists(), "something was written"
+
+
+def options_of(name: str) -> set[str]:
+    """The options and arguments of a command, by their longest name."""
+    group: Any = typer.main.get_command(app)
+    return {
+        max(parameter.opts, key=len)
+        for parameter in group.commands[name].params
+        if parameter.name != "help"
+    }
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_a_line(name: str) -> None:
+    covered = {line.option for line in LINES.get(name, ())} | set(OPEN.get(name, ()))
+    missing = options_of(name) - covered - {"--json"}
+    assert not missing, f"{name}: no line in command_rows.py for {sorted(missing)}"
+    unknown = covered - options_of(name)
+    assert not unknown, f"{name} has no {sorted(unknown)}"
