@@ -1,17 +1,15 @@
-"""Every command with every kind of bad option: one line that says what is wrong, and exit code 2."""
+"""Every command with every kind of bad option: one line that says what is wrong, exit code 2."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
-from kvq.cli import COMMANDS, app
+from kvq.cli import COMMANDS
 from tests.bad_input.command_rows import LINES, OPEN
-from tests.bad_input.command_table import Line, run_line, write_files
+from tests.bad_input.command_table import GROUP, Line, run_line, write_files
 from tests.bad_input.table import as_pattern
 
 
@@ -34,14 +32,15 @@ def test_refused(
     files: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, error = run_line(name, line, files)
+    monkeypatch.setenv("COLUMNS", "400")
+    code, out, error = run_line(name, line, files, capsys)
     assert code == 2, error
     assert not out
     wanted = as_pattern(line.message.format(**files))
     assert re.search(wanted, error), error
-    # The option by its name, or what it is called in the message, which the row must then hold.
     assert "Traceback" not in error
     assert not list(tmp_path.iterdir()), "something was written"
     assert not Path(files["out"]).exists(), "something was written"
@@ -49,10 +48,9 @@ def test_refused(
 
 def options_of(name: str) -> set[str]:
     """The options and arguments of a command, by their longest name."""
-    group: Any = typer.main.get_command(app)
     return {
         max(parameter.opts, key=len)
-        for parameter in group.commands[name].params
+        for parameter in GROUP.commands[name].params
         if parameter.name != "help"
     }
 
