@@ -91,6 +91,8 @@ class KeyTransform:
         Raises:
             ValueError: It does not; the message names what.
         """
+        check_int("heads", heads)
+        check_int("head_dim", head_dim)
         for name, value in (("mean", self.mean), ("pair_scale", self.pair_scale)):
             if value is not None:
                 check_shape(name, value, (heads, head_dim), "[KV heads, head_dim]")

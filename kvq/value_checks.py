@@ -8,7 +8,7 @@ its float64 are refused: much of what is checked here is written to files as JSO
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TypeVar, cast
 
@@ -94,6 +94,15 @@ def check_tuple(argument: str, value: object, kind: type[_T] | None = None) -> t
         elif kind is float:
             check_real(f"{argument}[{index}]", item)
     return items
+
+
+def check_strings(argument: str, value: object) -> Mapping[str, str]:
+    """`value`, which must be a mapping of strings by name, as files hold them."""
+    strings = check_kind(argument, value, Mapping)
+    for name, item in strings.items():
+        if not isinstance(name, str) or not isinstance(item, str):
+            raise TypeError(f"{argument} must hold strings by name, got {item!r} for {name!r}")
+    return strings
 
 
 def check_choice(argument: str, value: object, valid: Sequence[str]) -> str:
