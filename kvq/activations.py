@@ -26,6 +26,7 @@ from torch import Tensor
 from kvq.checks import (
     INPUT_DTYPES,
     check_kind,
+    check_mapping,
     check_number,
     check_optional,
     check_strings,
@@ -131,7 +132,7 @@ def check_layers(layers: object, kind: type) -> None:
     Raises:
         TypeError, ValueError: They are not; the message says how.
     """
-    found = check_kind("layers", layers, Mapping)
+    found = check_mapping("layers", layers)
     if not found:
         raise ValueError("layers must hold at least one layer, got none")
     for index, layer in found.items():

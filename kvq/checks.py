@@ -14,6 +14,8 @@ from kvq.value_checks import (
     check_choice,
     check_int,
     check_kind,
+    check_list,
+    check_mapping,
     check_number,
     check_optional,
     check_real,
@@ -33,11 +35,14 @@ __all__ = [
     "check_input",
     "check_int",
     "check_kind",
+    "check_list",
+    "check_mapping",
     "check_number",
     "check_optional",
     "check_real",
     "check_same_device",
     "check_shape",
+    "check_storage",
     "check_strings",
     "check_tensor",
     "check_text",
@@ -91,6 +96,16 @@ def check_dtype(argument: str, value: Tensor, *allowed: torch.dtype) -> None:
         raise TypeError(f"{argument} must be {names}, got {dtype_name(value.dtype)}")
 
 
+def check_storage(argument: str, dtype: object) -> torch.dtype:
+    """`dtype`, which must be one of `INPUT_DTYPES`."""
+    found = check_kind(argument, dtype, torch.dtype)
+    if found not in INPUT_DTYPES:
+        raise TypeError(
+            f"{argument} must be float32, float16 or bfloat16, got {dtype_name(found)}"
+        )
+    return found
+
+
 def check_shape(argument: str, value: Tensor, expected: tuple[int | None, ...], axes: str) -> None:
     """The shape of `value` must be `expected`, where `None` stands for any size."""
     shape = tuple(value.shape)
@@ -109,7 +124,7 @@ def check_device(argument: str, device: torch.device | str) -> torch.device:
         raise ValueError(f"{argument} must be one that torch knows, got {device!r}") from None
 
 
-def check_device_name(device: str) -> None:
+def check_device_name(device: torch.device | str) -> None:
     """A device that a command is told must be there.
 
     Raises:

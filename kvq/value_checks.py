@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 _E = TypeVar("_E", bound=Enum)
 _T = TypeVar("_T")
@@ -96,9 +96,28 @@ def check_tuple(argument: str, value: object, kind: type[_T] | None = None) -> t
     return items
 
 
+def check_mapping(argument: str, value: object) -> Mapping[Any, Any]:
+    """`value`, which must be a mapping."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{argument} must be a Mapping, got {type(value).__name__}")
+    return value
+
+
+def check_list(argument: str, value: object, kind: type[_T] | None = None) -> Sequence[_T]:
+    """`value`, which must be a list or a tuple; with a `kind`, of such items."""
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{argument} must be a list or a tuple, got {type(value).__name__}")
+    for index, item in enumerate(value):
+        if kind is int:
+            check_int(f"{argument}[{index}]", item)
+        elif kind is not None:
+            check_kind(f"{argument}[{index}]", item, kind)
+    return value
+
+
 def check_strings(argument: str, value: object) -> Mapping[str, str]:
     """`value`, which must be a mapping of strings by name, as files hold them."""
-    strings = check_kind(argument, value, Mapping)
+    strings = check_mapping(argument, value)
     for name, item in strings.items():
         if not isinstance(name, str) or not isinstance(item, str):
             raise TypeError(f"{argument} must hold strings by name, got {item!r} for {name!r}")

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from kvq.calibration_files import Calibration
-from kvq.checks import check_kind, resolve_enum
+from kvq.checks import check_int, check_kind, resolve_enum
 from kvq.codebook_files import load_codebook
 from kvq.key_transforms import KeyTransform
 from kvq.modes import MODES, Mode
@@ -135,9 +135,10 @@ class Recipe:
             ValueError: The recipe names a layer that the model does not have, or takes something
                 from keys and is not bound to the model.
         """
+        from kvq.integrations.models import check_config
         from kvq.integrations.transformers import KVQuantCache
 
-        layers = config.get_text_config(decoder=True).num_hidden_layers
+        layers = check_config(config).get_text_config(decoder=True).num_hidden_layers
         for layer in (*self.key_layers, *self.value_layers):
             if layer >= layers:
                 raise ValueError(f"recipe must name layers below {layers}, got {layer}")
@@ -165,6 +166,8 @@ class Recipe:
                 bits a value, and tokens that are kept in full precision are stored packed as well;
                 and so is the mean of a sequence's own keys, at 32 bits a channel.
         """
+        check_int("layers", layers, 1)
+        check_int("context", context, 1)
         total = sum(
             float(by_layer.get(layer, mode).bits_per_value(head_dim))
             for mode, by_layer in (
@@ -199,10 +202,12 @@ def parse_recipe(text: str) -> Recipe:
     seen: set[str] = set()
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
-        if name in seen:
-            raise ValueError(f"recipe must name a part once, got {part!r} in {text!r}")
-        seen.add(name)
         side = _SIDE.fullmatch(name)
+        # `k0` and `k00` are one layer.
+        what = name if side is None or not side[2] else f"{side[1]}{int(side[2])}"
+        if what in seen:
+            raise ValueError(f"recipe must name a part once, got {part!r} in {text!r}")
+        seen.add(what)
         if side is not None:
             sides[side[1]][side[2]] = parse_mode(value)
         elif name in ("first", "recent") and value.isdecimal():
@@ -245,7 +250,7 @@ def parse_mode(text: str) -> Mode:
     Raises:
         ValueError: There is no such mode, or it takes no such part.
     """
-    name, plus, file = text.partition("+")
+    name, plus, file = check_kind("mode", text, str).partition("+")
     name, *parts = name.split("@")
     mode = resolve_mode(name)
     for part in parts:

@@ -24,13 +24,20 @@ import kvq
 from kvq.activations import Activations, LayerActivations, save_activations
 from kvq.checks import (
     INPUT_DTYPES,
+    check_bool,
     check_device_name,
     check_dtype,
     check_int,
+    check_list,
+    check_optional,
     check_shape,
+    check_storage,
+    check_strings,
     check_tensor,
     dtype_name,
 )
+from kvq.files import check_path
+from kvq.integrations.models import check_model, check_token_ids
 from kvq.integrations.observe import attention_modules, import_optional, observe
 from kvq.integrations.rotary import find_rotary
 
@@ -75,8 +82,12 @@ def load_model(
         ValueError: The folder has several `.gguf` files and none is chosen, or what it has cannot
             be loaded.
     """
+    where_found = Path(check_path(path))
+    check_optional("gguf_file", gguf_file, str)
+    check_storage("dtype", dtype)
+    check_device_name(device)
     transformers = import_optional("transformers")
-    folder, weights = _find_weights(Path(path), gguf_file)
+    folder, weights = _find_weights(where_found, gguf_file)
     gguf = weights[0].suffix == ".gguf"
     where: dict[str, Any] = {"local_files_only": True}
     if gguf:
@@ -145,18 +156,24 @@ def capture(
             the kept layers differ in their softmax scale; `dtype` cannot hold a value; or RoPE is
             required and cannot be verified.
     """
+    check_model(model)
     check_dtype("input_ids", check_tensor("input_ids", input_ids), torch.int64)
     check_shape("input_ids", input_ids, (None,), "[T]")
     tokens = len(input_ids)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokens
     if not 2 <= tokens <= limit:
         raise ValueError(f"input_ids must hold 2 to {limit} tokens, got {tokens}")
-    if not 0 <= first_position < tokens:
+    check_token_ids("input_ids", input_ids, model)
+    if not 0 <= check_int("first_position", first_position) < tokens:
         raise ValueError(f"first_position must be from 0 to {tokens - 1}, got {first_position}")
-    if not 0 <= queries <= tokens:
+    if not 0 <= check_int("queries", queries) <= tokens:
         raise ValueError(f"queries must be from 0 to the {tokens} tokens, got {queries}")
-    if dtype not in INPUT_DTYPES:
-        raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype_name(dtype)}")
+    check_storage("dtype", dtype)
+    if layers is not None:
+        check_list("layers", layers, int)
+    check_bool("require_rotary", require_rotary)
+    check_bool("progress", progress)
+    check_strings("provenance", provenance or {})
 
     modules = attention_modules(model, input_ids[:1])
     kept = _resolve_layers(layers, list(modules))

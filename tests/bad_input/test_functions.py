@@ -6,10 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.bad_input import cache_rows, core_rows, file_rows, fit_rows, mode_rows
+from tests.bad_input import (
+    analysis_rows,
+    cache_rows,
+    core_rows,
+    file_rows,
+    fit_rows,
+    mode_rows,
+    model_rows,
+)
 from tests.bad_input.table import Call, Row, check_complete, check_row, every_row
 
-ROOMS = (core_rows, cache_rows, mode_rows, fit_rows, file_rows)
+ROOMS = (core_rows, cache_rows, mode_rows, fit_rows, file_rows, model_rows, analysis_rows)
 CALLS = [call for room in ROOMS for call in room.CALLS]
 ALONE = [call for room in ROOMS for call in getattr(room, "ALONE", ())]
 
