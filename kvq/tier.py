@@ -160,6 +160,18 @@ class AttentionOutput(NamedTuple):
     log_sum_exp: Tensor
 
 
+def check_tier(tier: object) -> None:
+    """A tier must offer what a tier offers.
+
+    Raises:
+        TypeError: It does not.
+    """
+    if not hasattr(tier, "quantize") or not hasattr(tier, "dequantize"):
+        raise TypeError(
+            f"tier must be a module with the functions of a tier, got {type(tier).__name__}"
+        )
+
+
 def word_dtype(mode: Mode) -> torch.dtype:
     """The dtype of a mode's stored words: float32, or float16 for `StoredWord.FLOAT16`."""
     return torch.float16 if mode.word is StoredWord.FLOAT16 else torch.float32

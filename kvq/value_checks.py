@@ -74,6 +74,19 @@ def check_number(argument: str, value: object, *, positive: bool = False) -> flo
     return number
 
 
+def check_seed(seed: object) -> int:
+    """`seed`, which must be one that every generator takes."""
+    return check_int("seed", seed, 0, 2**63 - 1)
+
+
+def check_share(argument: str, value: object) -> float:
+    """`value`, which must be a number from 0 to 1."""
+    number = check_real(argument, value)
+    if not 0 <= number <= 1:
+        raise ValueError(f"{argument} must be from 0 to 1, got {number}")
+    return number
+
+
 def check_text(argument: str, value: object) -> str:
     """`value`, which must be a string that is not empty."""
     text = check_kind(argument, value, str)

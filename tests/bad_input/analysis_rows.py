@@ -156,7 +156,7 @@ CALLS: list[Call] = [
         prediction.predict_activations,
         lambda _: {"activations": ACTS, "modes": [INT8]},
         {
-            "activations": [*SOURCE, (ALONE_ACTS, ValueError, "layer must have queries to predict its scores, got none (activations)")],
+            "activations": [*SOURCE, (ALONE_ACTS, ValueError, "layer must have queries to predict its scores, got none")],
             "modes": MODES,
             "max_queries": count("max_queries", 1),
             "tier": [("reference", TypeError, "tier must be a module ..., got str")],
@@ -268,7 +268,7 @@ CALLS: list[Call] = [
             f"samples.{name}",
             function,
             lambda _: {"tokens": 2, "heads": 1, "head_dim": 8},
-            {**shapes("tokens", "heads", "head_dim"), "seed": SEED},
+            {**{name: count(name, 0) for name in ("tokens", "heads", "head_dim")}, "seed": SEED},
         )
         for name, function in samples.SAMPLES.items()
         if name != "outlier_channel"
