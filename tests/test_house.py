@@ -24,12 +24,13 @@ LONGEST = 450
 # Files that were looked at again and are one thing: how long each may be.
 LONGER = {
     "kvq/analysis/plots.py": 550,
+    "kvq/integrations/capture.py": 480,
     "kvq/kernels/attention_loop.py": 520,
     "kvq/kernels/operands.py": 600,
     "kvq/kernels/quantize.py": 630,
     "kvq/modes.py": 580,
     "kvq/reference/lloyd_max.py": 670,
-    "kvq/tier.py": 540,
+    "kvq/tier.py": 560,
 }
 
 # Rooms from the ground up: a room imports from lower lines and from itself. The rooms of one line
