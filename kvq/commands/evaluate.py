@@ -103,6 +103,10 @@ def command(
         context=context,
         position_offset=position_offset,
     )
+    if decode > tokens - 2:
+        raise ValueError(
+            f"decode must be at most {tokens - 2} of a window's {tokens} tokens, got {decode}"
+        )
     check_device_name(device)
     check_output_folder("out", out)
     check_output("keep", keep)

@@ -79,11 +79,6 @@ class Settings:
             check_int(name, getattr(self, name), least)
         for length in check_tuple("passkey", self.passkey, int):
             check_int("passkey", length, 1)
-        if self.decode > self.tokens - 2:
-            raise ValueError(
-                f"decode must be at most {self.tokens - 2} of a window's {self.tokens} tokens, "
-                f"got {self.decode}"
-            )
         if self.prompt_tokens > self.tokens:
             raise ValueError(
                 f"prompt_tokens must be at most the window's {self.tokens}, "

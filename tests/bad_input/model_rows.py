@@ -422,7 +422,6 @@ ALONE: list[Call] = [
                 ((0,), ValueError, "passkey must be at least 1, got 0"),
                 ((1.5,), TypeError, "passkey[0] must be an int, got float"),
             ],
-            "decode": [(511, ValueError, "decode must be at most 510 of a window's 512 tokens, got 511")],
         },
     ),
 ]  # fmt: skip
