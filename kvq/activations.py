@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -24,12 +23,23 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kvq.checks import INPUT_DTYPES, dtype_name
+from kvq.checks import (
+    INPUT_DTYPES,
+    check_kind,
+    check_mapping,
+    check_number,
+    check_optional,
+    check_strings,
+    check_tensor,
+    dtype_name,
+)
 from kvq.files import FileFormatError, read_tensors, write_tensors
 from kvq.rotary import RotarySpec
 
 #: Name and version of the file format.
 SCHEMA: Final = "kvq-activations/1"
+#: Layers have indices of at most six digits in the names of tensors.
+MOST_LAYERS: Final = 1_000_000
 
 _NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.(query|key|value)")
 
@@ -63,30 +73,34 @@ class Activations:
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise ValueError("layers must hold at least one layer, got none")
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"scale must be positive and finite, got {self.scale}")
+        check_layers(self.layers, LayerActivations)
+        check_number("scale", self.scale, positive=True)
+        check_optional("rotary", self.rotary, RotarySpec)
+        check_strings("provenance", self.provenance)
         for name, positions in (
             ("positions", self.positions),
             ("query_positions", self.query_positions),
         ):
+            check_tensor(name, positions)
             if positions.ndim != 1 or positions.dtype is not torch.int64:
                 raise ValueError(
                     f"{name} must be a vector of int64, got {dtype_name(positions.dtype)} "
                     f"{list(positions.shape)}"
                 )
-            if bool((positions[1:] <= positions[:-1]).any()):
-                raise ValueError(f"{name} must be strictly increasing")
+            wrong = (positions[1:] <= positions[:-1]).nonzero()
+            if len(wrong):
+                before, after = positions[wrong[0, 0] :][:2].tolist()
+                raise ValueError(f"{name} must be strictly increasing, got {after} after {before}")
         for index, layer in self.layers.items():
             self._check_layer(index, layer)
 
     def _check_layer(self, index: int, layer: LayerActivations) -> None:
         tokens = len(self.positions)
         for side, tensor in layer._asdict().items():
-            if tensor is None:
+            if tensor is None and side == "query":
                 continue
             name = f"layers.{index}.{side}"
+            check_tensor(name, tensor)
             if tensor.dtype not in INPUT_DTYPES:
                 raise ValueError(
                     f"{name} must be float32, float16 or bfloat16, got {dtype_name(tensor.dtype)}"
@@ -112,8 +126,26 @@ class Activations:
             )
 
 
+def check_layers(layers: object, kind: type) -> None:
+    """Layers by index, of some kind, at least one.
+
+    Raises:
+        TypeError, ValueError: They are not; the message says how.
+    """
+    found = check_mapping("layers", layers)
+    if not found:
+        raise ValueError("layers must hold at least one layer, got none")
+    for index, layer in found.items():
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise TypeError(f"layers must have ints as keys, got {index!r}")
+        if not 0 <= index < MOST_LAYERS:
+            raise ValueError(f"layers must have keys from 0 to {MOST_LAYERS - 1}, got {index}")
+        check_kind(f"layers.{index}", layer, kind)
+
+
 def save_activations(path: str | os.PathLike[str], activations: Activations) -> None:
     """Write an activation file. The same activations give the same bytes."""
+    check_kind("activations", activations, Activations)
     tensors = {
         f"layers.{index}.{side}": tensor
         for index, layer in activations.layers.items()
@@ -199,6 +231,7 @@ def _number(argument: str, text: str) -> float:
 
 def activations_sha256(activations: Activations) -> str:
     """SHA-256 (hex) of the tensors of an activation file in a fixed order, with their names."""
+    check_kind("activations", activations, Activations)
     digest = hashlib.sha256()
     for index, layer in activations.layers.items():
         for side, tensor in layer._asdict().items():

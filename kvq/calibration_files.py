@@ -18,6 +18,8 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
+from kvq.activations import check_layers
+from kvq.checks import check_kind, check_strings
 from kvq.files import FileFormatError, read_tensors, write_tensors
 from kvq.key_transforms import KeyTransform
 from kvq.rotary import RotarySpec
@@ -49,8 +51,9 @@ class Calibration:
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise ValueError("layers must hold at least one layer, got none")
+        check_kind("rotary", self.rotary, RotarySpec)
+        check_layers(self.layers, LayerCalibration)
+        check_strings("provenance", self.provenance)
         for index, layer in self.layers.items():
             try:
                 KeyTransform(self.rotary, mean=layer.mean, pair_scale=layer.pair_scale)
@@ -70,6 +73,7 @@ class Calibration:
 
 def save_calibration(path: str | os.PathLike[str], calibration: Calibration) -> None:
     """Write a calibration file. The same calibration gives the same bytes."""
+    check_kind("calibration", calibration, Calibration)
     tensors = {
         f"layers.{index}.{name}": tensor
         for index, layer in calibration.layers.items()

@@ -6,28 +6,79 @@ a `ValueError`.
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import TypeVar
-
 import torch
 from torch import Tensor
+
+from kvq.value_checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_kind,
+    check_list,
+    check_mapping,
+    check_number,
+    check_optional,
+    check_real,
+    check_seed,
+    check_share,
+    check_strings,
+    check_text,
+    check_tuple,
+    resolve_enum,
+)
+
+__all__ = [
+    "INPUT_DTYPES",
+    "check_bool",
+    "check_choice",
+    "check_device",
+    "check_device_name",
+    "check_dtype",
+    "check_input",
+    "check_int",
+    "check_kind",
+    "check_list",
+    "check_mapping",
+    "check_number",
+    "check_optional",
+    "check_real",
+    "check_same_device",
+    "check_seed",
+    "check_shape",
+    "check_share",
+    "check_storage",
+    "check_strings",
+    "check_tensor",
+    "check_text",
+    "check_tuple",
+    "check_values_are_there",
+    "dtype_name",
+    "resolve_enum",
+]
 
 #: The floating-point types a tier widens to float32. float64 is refused: it would round first.
 INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-_E = TypeVar("_E", bound=Enum)
 
-
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype | torch.layout) -> str:
     """`torch.float32` as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def check_tensor(argument: str, value: object) -> Tensor:
-    """`value`, which must be a tensor."""
+    """`value`, which must be a tensor with strides."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "nested" if value.is_nested else dtype_name(value.layout)
+        raise TypeError(f"{argument} must be a dense tensor, got a {layout} one")
     return value
+
+
+def check_values_are_there(argument: str, value: Tensor) -> None:
+    """A tensor that is worked on must have values, which one on the device `meta` has not."""
+    if value.is_meta:
+        raise ValueError(f"{argument} must be on a device that holds values, got meta")
 
 
 def check_input(argument: str, value: object) -> Tensor:
@@ -49,6 +100,16 @@ def check_dtype(argument: str, value: Tensor, *allowed: torch.dtype) -> None:
         raise TypeError(f"{argument} must be {names}, got {dtype_name(value.dtype)}")
 
 
+def check_storage(argument: str, dtype: object) -> torch.dtype:
+    """`dtype`, which must be one of `INPUT_DTYPES`."""
+    found = check_kind(argument, dtype, torch.dtype)
+    if found not in INPUT_DTYPES:
+        raise TypeError(
+            f"{argument} must be float32, float16 or bfloat16, got {dtype_name(found)}"
+        )
+    return found
+
+
 def check_shape(argument: str, value: Tensor, expected: tuple[int | None, ...], axes: str) -> None:
     """The shape of `value` must be `expected`, where `None` stands for any size."""
     shape = tuple(value.shape)
@@ -59,13 +120,23 @@ def check_shape(argument: str, value: Tensor, expected: tuple[int | None, ...], 
         raise ValueError(f"{argument} must be {axes} of shape [{wanted}], got {list(shape)}")
 
 
-def check_device_name(device: str) -> None:
+def check_device(argument: str, device: torch.device | str) -> torch.device:
+    """The device of a name that torch knows, though it may not be there."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{argument} must be one that torch knows, got {device!r}") from None
+
+
+def check_device_name(device: torch.device | str) -> None:
     """A device that a command is told must be there.
 
     Raises:
-        ValueError: It is a CUDA device, and torch finds none.
+        ValueError: It is none that torch knows, or torch finds none on this machine.
     """
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    kind = check_device("device", device)
+    module = getattr(torch, kind.type, None)
+    if module is None or not module.is_available() or (kind.index or 0) >= module.device_count():
         raise ValueError(f"device must be one that torch finds, got {device!r}")
 
 
@@ -75,14 +146,3 @@ def check_same_device(argument: str, value: Tensor, other: str, reference: Tenso
         raise ValueError(
             f"{argument} must be on the device of {other} ({reference.device}), got {value.device}"
         )
-
-
-def resolve_enum(argument: str, value: object, kind: type[_E]) -> _E:
-    """A member of `kind`, from the member itself or from its value."""
-    if isinstance(value, kind):
-        return value
-    try:
-        return kind(value)
-    except ValueError:
-        valid = ", ".join(repr(member.value) for member in kind)
-        raise ValueError(f"{argument} must be one of {valid}, got {value!r}") from None

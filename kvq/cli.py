@@ -96,12 +96,19 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             if os.environ.get("KVQ_DEBUG") == "1":
                 raise
             if isinstance(error, ValueError | TypeError | OSError | ImportError):
-                say(f"error: {error}")
+                say(f"error: {_in_one_line(error)}")
                 raise typer.Exit(2) from None
             say(f"error: {type(error).__name__}: {error} (KVQ_DEBUG=1 shows where)")
             raise typer.Exit(3) from None
 
     return run
+
+
+def _in_one_line(error: Exception) -> str:
+    """What an error says; of one that the system gave for a file, the file and the reason."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return " ".join(str(error).split("\n"))
 
 
 def _epilog(examples: tuple[str, ...]) -> str:

@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvq.checks import dtype_name
+from kvq.checks import check_kind, dtype_name
 from kvq.codebooks import Codebook, Provenance, Recipe
 from kvq.files import FileFormatError, read_tensors, write_tensors
 from kvq.records import from_json, to_json
@@ -38,6 +38,7 @@ def save_codebook(path: str | os.PathLike[str], codebook: Codebook) -> None:
         path: Where; its folder is made if need be.
         codebook: What to write.
     """
+    check_kind("codebook", codebook, Codebook)
     tensors = {
         "levels": torch.tensor(codebook.levels, dtype=torch.float32),
         "thresholds": torch.tensor(codebook.thresholds, dtype=torch.float32),

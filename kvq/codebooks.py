@@ -14,6 +14,8 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Final
 
+from kvq.value_checks import check_bool, check_int, check_kind, check_text, check_tuple
+
 #: The most levels a codebook may have: one byte per code.
 MAX_LEVELS: Final = 256
 
@@ -25,6 +27,17 @@ def to_float32(value: float) -> float:
     except OverflowError:
         return math.copysign(math.inf, value)
     return float(rounded)
+
+
+def check_name(name: object) -> None:
+    """A codebook's name must be one that a mode's name and a file's can hold.
+
+    Raises:
+        TypeError, ValueError: It is not.
+    """
+    text = check_kind("name", name, str)
+    if not text or not all(c.isalnum() or c in "._-" for c in text):
+        raise ValueError(f"name must be made of letters, digits, '.', '_' and '-', got {text!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +54,12 @@ class Recipe:
     #: Whether errors were weighted: by the samples' own weights, or by m^2 for `signed_max`.
     weighted: bool = False
 
+    def __post_init__(self) -> None:
+        check_text("distribution", self.distribution)
+        check_int("num_levels", self.num_levels, 1)
+        check_bool("symmetric", self.symmetric)
+        check_bool("weighted", self.weighted)
+
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
@@ -52,6 +71,11 @@ class Provenance:
     data_sha256: str = ""
     #: Versions of what fitted it, as (name, version) pairs in alphabetical order.
     versions: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_kind("source", self.source, str)
+        check_kind("data_sha256", self.data_sha256, str)
+        check_tuple("versions", self.versions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +100,12 @@ class Codebook:
     provenance: Provenance
 
     def __post_init__(self) -> None:
+        check_tuple("levels", self.levels, float)
+        check_tuple("thresholds", self.thresholds, float)
+        check_kind("recipe", self.recipe, Recipe)
+        check_kind("provenance", self.provenance, Provenance)
+        check_name(self.name)
         n = len(self.levels)
-        if not self.name or not all(c.isalnum() or c in "._-" for c in self.name):
-            raise ValueError(
-                f"name must be made of letters, digits, '.', '_' and '-', got {self.name!r}"
-            )
         if not 2 <= n <= MAX_LEVELS:
             raise ValueError(f"levels must hold 2 to {MAX_LEVELS} numbers, got {n}")
         if len(self.thresholds) != n - 1:
@@ -123,6 +148,7 @@ class Codebook:
         Raises:
             ValueError: The levels are not finite, not increasing, or collide as float32.
         """
+        check_tuple("levels", levels, float)
         midpoints = tuple(to_float32((low + high) / 2) + 0.0 for low, high in pairwise(levels))
         return cls(name, tuple(to_float32(v) for v in levels), midpoints, recipe, provenance)
 

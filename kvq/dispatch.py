@@ -17,10 +17,18 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from kvq import operators
+from kvq.checks import check_kind
 from kvq.modes import Mode, Rotation
 from kvq.modes import mode as resolve_mode
 from kvq.operators import attention_tier, find_tier
-from kvq.tier import AttentionFeatures, AttentionOutput, Layout, PagedKV, QuantizedKV
+from kvq.tier import (
+    AttentionFeatures,
+    AttentionOutput,
+    Layout,
+    PagedKV,
+    QuantizedKV,
+    check_parts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -125,9 +133,8 @@ def copy_blocks(
     if is_compiling():
         operators.copy_blocks(*_parts(cache), pairs, check, tier)
         return
-    find_tier("cache.codes", cache.codes, "copy_blocks", tier).copy_blocks(
-        cache, pairs, check=check
-    )
+    codes = check_kind("cache", cache, PagedKV).codes
+    find_tier("cache.codes", codes, "copy_blocks", tier).copy_blocks(cache, pairs, check=check)
 
 
 def paged_attention(
@@ -190,13 +197,14 @@ def merge_attention(
     tier: TierName | None = None,
 ) -> AttentionOutput:
     """Merge attention over disjoint sets of keys; see `kvq.reference.merge_attention`."""
-    if parts and is_compiling():
+    if is_compiling() and parts:
         outputs, log_sum_exps = [part[0] for part in parts], [part[1] for part in parts]
         return AttentionOutput(
             *operators.merge_attention(outputs, log_sum_exps, sink_logits, tier)
         )
-    output = parts[0].output if parts else None
-    return find_tier("parts", output, "merge_attention", tier).merge_attention(parts, sink_logits)
+    check_parts(parts)
+    found = find_tier("parts", parts[0][0], "merge_attention", tier)
+    return found.merge_attention(parts, sink_logits)
 
 
 def _text(mode: Mode | str) -> str:

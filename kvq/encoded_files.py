@@ -24,8 +24,15 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kvq.activations import Activations, activations_sha256
-from kvq.checks import check_dtype, check_shape
+from kvq.activations import Activations, activations_sha256, check_layers
+from kvq.checks import (
+    check_device,
+    check_dtype,
+    check_kind,
+    check_shape,
+    check_strings,
+    check_tensor,
+)
 from kvq.dispatch import TierName, dequantize, quantize
 from kvq.files import FileFormatError, read_tensors, write_tensors
 from kvq.modes import MODES, Mode
@@ -73,17 +80,21 @@ class Encoded:
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise ValueError("layers must hold at least one layer, got none")
-        if not _SHA256.fullmatch(self.activations_sha256):
+        check_layers(self.layers, EncodedLayer)
+        check_strings("provenance", self.provenance)
+        if not _SHA256.fullmatch(check_kind("activations_sha256", self.activations_sha256, str)):
             raise ValueError(
                 "activations_sha256 must be 64 hexadecimal digits, "
                 f"got {self.activations_sha256!r}"
             )
-        check_dtype("positions", self.positions, torch.int64)
+        check_dtype("positions", check_tensor("positions", self.positions), torch.int64)
         check_shape("positions", self.positions, (None,), "[tokens]")
         tokens = len(self.positions)
         for name, rows in self.rows():
+            check_kind(name, rows, EncodedRows)
+            check_kind(f"{name}.mode", rows.mode, Mode)
+            check_tensor(f"{name}.codes", rows.codes)
+            check_tensor(f"{name}.words", rows.words)
             row_bytes = rows.mode.bytes_per_row(rows.head_dim)
             check_dtype(f"{name}.codes", rows.codes, torch.uint8)
             check_dtype(f"{name}.words", rows.words, word_dtype(rows.mode))
@@ -153,9 +164,20 @@ def encode_activations(
     Exactness: the same codes and words in every tier, on every device.
     """
 
+    check_kind("activations", activations, Activations)
+    check_kind("key_mode", key_mode, Mode)
+    check_kind("value_mode", value_mode, Mode)
+    check_device("device", device)
+    chosen = activations.layers if layers is None else layers
+
     def rows(x: Tensor, mode: Mode) -> EncodedRows:
         codes, words = quantize(x.to(device), mode, tier=tier)
         return EncodedRows(codes.cpu(), words.cpu(), mode, x.shape[-1])
+
+    def known(index: int) -> int:
+        if index not in activations.layers:
+            raise ValueError(f"layers must be among those of the activations, got {index}")
+        return index
 
     return Encoded(
         {
@@ -163,7 +185,7 @@ def encode_activations(
                 rows(activations.layers[index].key, key_mode),
                 rows(activations.layers[index].value, value_mode),
             )
-            for index in (activations.layers if layers is None else layers)
+            for index in map(known, chosen)
         },
         activations.positions,
         activations_sha256(activations),
@@ -173,11 +195,13 @@ def encode_activations(
 
 def decode_rows(rows: EncodedRows, *, tier: TierName | None = None) -> Tensor:
     """`[T, H, D]` float32: the rows that the codes and words stand for."""
+    check_kind("rows", rows, EncodedRows)
     return dequantize(rows.codes, rows.words, rows.mode, rows.head_dim, tier=tier)
 
 
 def save_encoded(path: str | os.PathLike[str], encoded: Encoded) -> None:
     """Write an encoded file."""
+    check_kind("encoded", encoded, Encoded)
     tensors = {"positions": encoded.positions}
     layers: dict[str, dict[str, object]] = {}
     for name, rows in encoded.rows():

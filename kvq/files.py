@@ -18,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvq.checks import check_strings, check_tensor, check_text, check_values_are_there
+
 #: Metadata key of the schema, such as `kvq-codebook/1`.
 SCHEMA_KEY: Final = "kvq_schema"
 
@@ -46,7 +48,13 @@ def write_tensors(
         schema: Name and version, such as `kvq-codebook/1`.
         metadata: Strings by name.
     """
-    target = Path(path)
+    check_text("schema", schema)
+    check_strings("metadata", metadata)
+    for name, tensor in tensors.items():
+        check_values_are_there(f"tensors.{name}", check_tensor(f"tensors.{name}", tensor))
+    target = Path(check_path(path))
+    if target.is_dir():
+        raise IsADirectoryError(f"path must be that of a file, got the folder {target}")
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     # Copies: tensors may be views of one another, which the library refuses to write.
@@ -60,6 +68,17 @@ def write_tensors(
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_path(path: object) -> str:
+    """What names a file.
+
+    Raises:
+        TypeError: It does not.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be a path, got {type(path).__name__}")
+    return str(os.fspath(path))
 
 
 def identify(path: str | os.PathLike[str]) -> str:
@@ -158,6 +177,7 @@ def _read_schema(path: str | os.PathLike[str], schema: str) -> dict[str, str]:
 
 
 def _read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    check_path(path)
     try:
         with open(path, "rb") as raw:
             magic = raw.read(8)

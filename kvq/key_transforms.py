@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq.checks import check_dtype, check_shape, check_tensor
+from kvq.checks import check_dtype, check_int, check_kind, check_shape, check_tensor
 from kvq.rotary import RotarySpec, split_pairs
 
 
@@ -42,8 +42,12 @@ class KeyTransform:
     positions: Callable[[], Tensor | None] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mean_tokens, int) or isinstance(self.mean_tokens, bool):
-            raise TypeError(f"mean_tokens must be an int, got {type(self.mean_tokens).__name__}")
+        check_kind("rotary", self.rotary, RotarySpec)
+        check_int("mean_tokens", self.mean_tokens)
+        if self.positions is not None and not callable(self.positions):
+            raise TypeError(
+                f"positions must be a function or None, got {type(self.positions).__name__}"
+            )
         if self.mean_tokens < 0:
             raise ValueError(f"mean_tokens must not be negative, got {self.mean_tokens}")
         if self.mean is not None and self.mean_tokens:
@@ -73,7 +77,10 @@ class KeyTransform:
                 )
             first, second, _ = split_pairs(self.pair_scale, self.rotary)
             if not torch.equal(first, second):
-                raise ValueError("pair_scale must be the same in both channels of a RoPE pair")
+                raise ValueError(
+                    "pair_scale must be the same in both channels of a RoPE pair, got two that "
+                    "differ"
+                )
 
     @property
     def centers(self) -> bool:
@@ -86,6 +93,8 @@ class KeyTransform:
         Raises:
             ValueError: It does not; the message names what.
         """
+        check_int("heads", heads)
+        check_int("head_dim", head_dim)
         for name, value in (("mean", self.mean), ("pair_scale", self.pair_scale)):
             if value is not None:
                 check_shape(name, value, (heads, head_dim), "[KV heads, head_dim]")

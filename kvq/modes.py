@@ -20,6 +20,14 @@ from kvq.codebooks import CODEBOOKS, Codebook, to_float32
 from kvq.rounding import Rounding
 from kvq.scale_word import ZERO_POINT_BITS, StoredWord
 from kvq.trellis import TRELLISES, Trellis
+from kvq.value_checks import (
+    check_bool,
+    check_int,
+    check_kind,
+    check_optional,
+    check_text,
+    check_tuple,
+)
 
 #: Ends the full name of every mode: one scale per token and KV head.
 SUFFIX: Final = "_per_token_head"
@@ -52,14 +60,17 @@ class Rotation:
     round_to_input: bool = False
 
     def __post_init__(self) -> None:
-        if self.rounds not in (1, 2):
+        if check_int("rounds", self.rounds) not in (1, 2):
             raise ValueError(f"rounds must be 1 or 2, got {self.rounds!r}")
-        if not 0 <= self.seed < 2**64:
+        if not 0 <= check_int("seed", self.seed) < 2**64:
             raise ValueError(f"seed must be between 0 and 2^64 - 1, got {self.seed!r}")
+        for argument in ("random_signs", "repeat_block_signs", "round_to_input"):
+            check_bool(argument, getattr(self, argument))
 
     @staticmethod
     def block_size(head_dim: int) -> int:
         """`b`, the largest power of two that divides `head_dim`."""
+        check_int("head_dim", head_dim, 1)
         return head_dim & -head_dim
 
     def gain(self, head_dim: int) -> int:
@@ -73,7 +84,7 @@ class Rotation:
         Raises:
             ValueError: `head_dim` is not divisible by 16.
         """
-        if head_dim <= 0 or head_dim % SMALLEST_BLOCK:
+        if check_int("head_dim", head_dim) <= 0 or head_dim % SMALLEST_BLOCK:
             raise ValueError(
                 f"head_dim must be divisible by {SMALLEST_BLOCK} for a Hadamard rotation, "
                 f"got {head_dim}"
@@ -172,6 +183,16 @@ GAINS: Final[Mapping[Normalization, tuple[float, ...]]] = MappingProxyType(
     }
 )
 
+#: What a mode must be made of, and what it may lack.
+_KINDS: Final[dict[str, type]] = {"grid": Grid, "normalization": Normalization, "word": StoredWord}
+_OPTIONAL_KINDS: Final[dict[str, type]] = {
+    "rotation": Rotation,
+    "rounding": Rounding,
+    "codebook": Codebook,
+    "scale_fit": ScaleFit,
+    "trellis": Trellis,
+}
+
 #: The normalizations whose words hold the `1/N` of the rotation.
 _FOLDED: Final = (Normalization.MIN_RANGE, Normalization.RMS, Normalization.SIGNED_MAX)
 
@@ -222,9 +243,13 @@ class Mode:
     text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ValueError(f"name must not be empty, got {self.name!r}")
-        if self.bits not in PACKINGS:
+        check_text("name", self.name)
+        for argument, kind in _KINDS.items():
+            check_kind(argument, getattr(self, argument), kind)
+        for argument, kind in _OPTIONAL_KINDS.items():
+            check_optional(argument, getattr(self, argument), kind)
+        check_tuple("gains", self.gains, float)
+        if check_int("bits", self.bits) not in PACKINGS:
             raise ValueError(f"bits must be one of {PACKINGS}, got {self.bits!r}")
         words, grids = _WORDS[self.normalization]
         if self.word not in words:
@@ -233,30 +258,22 @@ class Mode:
         if self.grid not in grids:
             names = " or ".join(str(grid) for grid in grids)
             raise ValueError(f"grid must be {names} for {self.normalization}, got {self.grid}")
+        levels = self.grid in LEVEL_GRIDS
         if self.grid in (Grid.SIGNED, Grid.E4M3) and self.bits != 8:
             raise ValueError(f"bits must be 8 for the grid {self.grid}, got {self.bits}")
         if self.grid is Grid.UNSIGNED and self.bits > ZERO_POINT_BITS:
             raise ValueError(f"bits must be at most 4 for the grid {self.grid}, got {self.bits}")
-        if (self.grid is Grid.CODEBOOK) != (self.codebook is not None):
-            raise ValueError(
-                f"codebook must be given for the grid codebook and for no other, "
-                f"got {self.codebook} with the grid {self.grid}"
-            )
-        if (self.grid is Grid.TRELLIS) != (self.trellis is not None):
-            raise ValueError(
-                f"trellis must be given for the grid trellis and for no other, "
-                f"got {self.trellis} with the grid {self.grid}"
-            )
-        if (self.grid in LEVEL_GRIDS) != (self.scale_fit is not None):
-            raise ValueError(
-                f"scale_fit must be given for the grids codebook and trellis and for no other, "
-                f"got {self.scale_fit} with the grid {self.grid}"
-            )
-        if (self.grid in LEVEL_GRIDS) != (self.rounding is None):
-            raise ValueError(
-                f"rounding must be given for every grid but codebook and trellis, "
-                f"got {self.rounding} with the grid {self.grid}"
-            )
+        for argument, wanted, where in (
+            ("codebook", self.grid is Grid.CODEBOOK, "the grid codebook and for no other"),
+            ("trellis", self.grid is Grid.TRELLIS, "the grid trellis and for no other"),
+            ("scale_fit", levels, "the grids codebook and trellis and for no other"),
+            ("rounding", not levels, "every grid but codebook and trellis"),
+        ):
+            part = getattr(self, argument)
+            if wanted != (part is not None):
+                raise ValueError(
+                    f"{argument} must be given for {where}, got {part} with the grid {self.grid}"
+                )
         if self.trellis is not None and self.trellis.bits != self.bits:
             raise ValueError(
                 f"bits must be {self.trellis.bits} for the trellis {self.trellis}, got {self.bits}"
@@ -307,7 +324,7 @@ class Mode:
             ValueError: It does not; the message names the rule.
         """
         multiple = 8 // math.gcd(8, self.bits)
-        if head_dim <= 0 or head_dim % multiple:
+        if check_int(argument, head_dim) <= 0 or head_dim % multiple:
             raise ValueError(
                 f"{argument} must be a positive multiple of {multiple} to fill whole bytes with "
                 f"{self.bits}-bit codes, got {head_dim}"
@@ -328,7 +345,7 @@ class Mode:
         Raises:
             ValueError: No head size does.
         """
-        if bytes_per_row <= 0 or bytes_per_row * 8 % self.bits:
+        if check_int("bytes_per_row", bytes_per_row) <= 0 or bytes_per_row * 8 % self.bits:
             raise ValueError(
                 f"bytes_per_row must hold whole {self.bits}-bit codes, got {bytes_per_row}"
             )
@@ -354,6 +371,7 @@ class Mode:
         Raises:
             ValueError: This is not a codebook mode, or `name` is that of a shipped mode.
         """
+        check_kind("codebook", codebook, Codebook)
         if self.grid is not Grid.CODEBOOK:
             raise ValueError(
                 f"mode must be a codebook mode to take another codebook, got {self.name}"
@@ -370,6 +388,7 @@ class Mode:
         Raises:
             ValueError: Its codes stand for levels: it compares or searches and does not round.
         """
+        check_kind("rounding", rounding, Rounding)
         if self.rounding is None:
             raise ValueError(
                 f"mode must round to take another rounding, got {self.name}, which has a "
@@ -391,7 +410,7 @@ class Mode:
 
 def short_name(name: str) -> str:
     """A mode's name without `_per_token_head`."""
-    return name.removesuffix(SUFFIX)
+    return check_kind("name", name, str).removesuffix(SUFFIX)
 
 
 def _absmax(stem: str, grid: Grid, rounding: Rounding) -> Mode:

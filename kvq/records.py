@@ -43,6 +43,8 @@ def from_json(kind: type[_T], value: object, argument: str) -> _T:
     Raises:
         ValueError: A field is missing, unknown, of the wrong kind, or breaks a rule of its class.
     """
+    if not is_dataclass(kind):
+        raise TypeError(f"kind must be a dataclass, got {kind!r}")
     return cast(_T, _parse(kind, value, argument))
 
 

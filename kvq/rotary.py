@@ -10,6 +10,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from kvq.checks import check_int, check_kind, check_number, check_tuple, resolve_enum
+
 
 class RotaryLayout(Enum):
     """Which two channels make a RoPE pair."""
@@ -40,17 +42,20 @@ class RotarySpec:
     attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
+        check_tuple("inverse_frequencies", self.inverse_frequencies, float)
+        check_int("rotary_dim", self.rotary_dim)
+        check_kind("layout", self.layout, RotaryLayout)
+        check_number("attention_factor", self.attention_factor, positive=True)
         if self.rotary_dim <= 0 or self.rotary_dim != 2 * len(self.inverse_frequencies):
             raise ValueError(
                 "rotary_dim must be twice the number of inverse frequencies "
                 f"({2 * len(self.inverse_frequencies)}), got {self.rotary_dim}"
             )
-        if not all(math.isfinite(value) and value >= 0 for value in self.inverse_frequencies):
-            raise ValueError("inverse_frequencies must be finite and not negative")
-        if not (math.isfinite(self.attention_factor) and self.attention_factor > 0):
-            raise ValueError(
-                f"attention_factor must be positive and finite, got {self.attention_factor}"
-            )
+        for value in self.inverse_frequencies:
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(
+                    f"inverse_frequencies must be finite and not negative, got {value}"
+                )
 
     def to_json(self) -> dict[str, object]:
         """A JSON object; `from_json` gives back an equal spec."""
@@ -70,19 +75,24 @@ class RotarySpec:
         """
         known = {"inverse_frequencies", "rotary_dim", "layout", "attention_factor"}
         if not isinstance(value, Mapping) or set(value) != known:
-            raise ValueError(f"rotary must be a JSON object with the fields {sorted(known)}")
+            raise ValueError(
+                f"rotary must be a JSON object with the fields {sorted(known)}, got {value!r}"
+            )
         frequencies = value["inverse_frequencies"]
         if not isinstance(frequencies, list) or not all(
             isinstance(item, (int, float)) and not isinstance(item, bool) for item in frequencies
         ):
-            raise ValueError("inverse_frequencies must be a list of numbers")
+            raise ValueError(f"inverse_frequencies must be a list of numbers, got {frequencies!r}")
         rotary_dim, factor = value["rotary_dim"], value["attention_factor"]
         if not isinstance(rotary_dim, int) or not isinstance(factor, (int, float)):
-            raise ValueError("rotary_dim must be an integer and attention_factor a number")
+            raise ValueError(
+                "rotary_dim must be an integer and attention_factor a number, "
+                f"got {rotary_dim!r} and {factor!r}"
+            )
         return cls(
             tuple(float(item) for item in frequencies),
             rotary_dim,
-            RotaryLayout(value["layout"]),
+            resolve_enum("layout", value["layout"], RotaryLayout),
             float(factor),
         )
 

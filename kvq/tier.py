@@ -6,7 +6,6 @@ tests take either.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,8 +17,13 @@ from torch import Tensor
 
 from kvq.checks import (
     INPUT_DTYPES,
+    check_bool,
+    check_device,
     check_dtype,
     check_input,
+    check_int,
+    check_kind,
+    check_number,
     check_same_device,
     check_shape,
     check_tensor,
@@ -94,12 +98,9 @@ class AttentionFeatures:
 
     def __post_init__(self) -> None:
         if self.window is not None:
-            if not isinstance(self.window, int) or isinstance(self.window, bool):
-                raise TypeError(f"window must be an int, got {type(self.window).__name__}")
-            if self.window < 1:
-                raise ValueError(f"window must be at least 1, got {self.window}")
-        if self.soft_cap is not None and not (0 < self.soft_cap < math.inf):
-            raise ValueError(f"soft_cap must be positive and finite, got {self.soft_cap}")
+            check_int("window", self.window, 1)
+        if self.soft_cap is not None:
+            check_number("soft_cap", self.soft_cap, positive=True)
         for argument, value in self._tensors().items():
             allowed = INDEX_DTYPES if argument == "first_key" else (torch.float32,)
             check_dtype(argument, check_tensor(argument, value), *allowed)
@@ -160,6 +161,18 @@ class AttentionOutput(NamedTuple):
     log_sum_exp: Tensor
 
 
+def check_tier(tier: object) -> None:
+    """A tier must offer what a tier offers.
+
+    Raises:
+        TypeError: It does not.
+    """
+    if not hasattr(tier, "quantize") or not hasattr(tier, "dequantize"):
+        raise TypeError(
+            f"tier must be a module with the functions of a tier, got {type(tier).__name__}"
+        )
+
+
 def word_dtype(mode: Mode) -> torch.dtype:
     """The dtype of a mode's stored words: float32, or float16 for `StoredWord.FLOAT16`."""
     return torch.float16 if mode.word is StoredWord.FLOAT16 else torch.float32
@@ -197,9 +210,10 @@ def new_paged_kv(
         ("block_size", block_size),
         ("num_heads", num_heads),
     ):
-        if size < 1:
-            raise ValueError(f"{argument} must be at least 1, got {size}")
+        check_int(argument, size, 1)
     mode = resolve_mode(mode)
+    if device is not None:
+        check_device("device", device)
     order = resolve_enum("layout", layout, Layout)
     inner = (num_heads, block_size) if order is Layout.HND else (block_size, num_heads)
     codes = torch.zeros(
@@ -209,35 +223,39 @@ def new_paged_kv(
     return PagedKV(codes, words, mode, order)
 
 
-def as_hnd(cache: PagedKV) -> tuple[Tensor, Tensor]:
+def as_hnd(cache: PagedKV, argument: str = "cache") -> tuple[Tensor, Tensor]:
     """Codes and words of a cache as `[blocks, heads, block_size, ...]` views.
+
+    Args:
+        cache: Keys or values.
+        argument: What the caller calls it, for messages.
 
     Raises:
         TypeError, ValueError: The tensors of `cache` do not fit together; the message says how.
     """
-    codes = check_tensor("cache.codes", cache.codes)
-    words = check_tensor("cache.words", cache.words)
-    if codes.dtype is not torch.uint8:
-        raise TypeError(f"cache.codes must be uint8, got {codes.dtype}")
-    check_dtype("cache.words", words, word_dtype(cache.mode))
+    check_kind(argument, cache, PagedKV)
+    check_kind(f"{argument}.mode", cache.mode, Mode)
+    codes = check_tensor(f"{argument}.codes", cache.codes)
+    words = check_tensor(f"{argument}.words", cache.words)
+    check_dtype(f"{argument}.codes", codes, torch.uint8)
+    check_dtype(f"{argument}.words", words, word_dtype(cache.mode))
     if codes.ndim != 4 or codes.shape[:3] != words.shape:
         raise ValueError(
-            "cache.codes must be [blocks, heads, block_size, bytes] in the order of its layout, "
-            f"with cache.words the same without the last axis, got {list(codes.shape)} "
-            f"and {list(words.shape)}"
+            f"{argument}.codes must be [blocks, heads, block_size, bytes] in the order of its "
+            f"layout, with {argument}.words the same without the last axis, "
+            f"got {list(codes.shape)} and {list(words.shape)}"
         )
-    if codes.device != words.device:
-        raise ValueError(
-            f"cache.words must be on the device of cache.codes ({codes.device}), "
-            f"got {words.device}"
-        )
-    cache.mode.head_dim(codes.shape[3])
+    check_same_device(f"{argument}.words", words, f"{argument}.codes", codes)
+    try:
+        cache.mode.head_dim(codes.shape[3])
+    except ValueError as error:
+        raise ValueError(f"{argument}.codes must hold rows of its mode: {error}") from None
     if codes.shape[3] > 1 and codes.stride(3) != 1:
         raise ValueError(
-            f"cache.codes must have the bytes of a row side by side, got a stride of "
+            f"{argument}.codes must have the bytes of a row side by side, got a stride of "
             f"{codes.stride(3)}"
         )
-    if resolve_enum("cache.layout", cache.layout, Layout) is Layout.NHD:
+    if resolve_enum(f"{argument}.layout", cache.layout, Layout) is Layout.NHD:
         return codes.transpose(1, 2), words.transpose(1, 2)
     return codes, words
 
@@ -247,7 +265,11 @@ def checks_values(check: bool | None, tensor: Tensor) -> bool:
 
     Elsewhere a look would wait for the device.
     """
-    return tensor.device.type == "cpu" if check is None else check
+    if check is None:
+        return tensor.device.type == "cpu"
+    if check_bool("check", check) and tensor.is_meta:
+        raise ValueError("check must be False for tensors without values, got True")
+    return check
 
 
 def check_cache_pair(key_cache: PagedKV, value_cache: PagedKV) -> tuple[int, int, int]:
@@ -256,9 +278,14 @@ def check_cache_pair(key_cache: PagedKV, value_cache: PagedKV) -> tuple[int, int
     Raises:
         TypeError, ValueError: They do not, or a cache is not well formed.
     """
-    keys, values = as_hnd(key_cache)[1], as_hnd(value_cache)[1]
+    keys = as_hnd(key_cache, "key_cache")[1]
+    values = as_hnd(value_cache, "value_cache")[1]
     check_same_device("value_cache", values, "key_cache", keys)
     check_shape("value_cache", values, tuple(keys.shape), "[blocks, heads, block_size]")
+    if 0 in keys.shape[1:]:
+        raise ValueError(
+            f"key_cache must have heads and slots in its blocks, got {list(keys.shape)}"
+        )
     blocks, heads, block_size = keys.shape
     return blocks, heads, block_size
 
@@ -277,7 +304,7 @@ def check_cache_write(
         TypeError, ValueError: A rule is broken; the message names argument, rule and value.
     """
     num_blocks, num_heads, block_size = check_cache_pair(key_cache, value_cache)
-    num_tokens = check_input("key", key).shape[0]
+    num_tokens = len(check_input("key", key))
     for argument, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
         head_dim = cache.mode.head_dim(cache.codes.shape[3])
         check_shape(
@@ -349,6 +376,7 @@ def check_attention(
     query_start_loc: Tensor,
     scale: float,
     features: AttentionFeatures,
+    return_lse: bool,
     max_query_len: int | None,
     check: bool | None,
 ) -> None:
@@ -363,7 +391,7 @@ def check_attention(
     check_shape("query", query, (None, None, head_dim), "[tokens, query heads, head_dim]")
     check_same_device("query", query, "key_cache", key_cache.codes)
     num_tokens, num_heads = query.shape[:2]
-    if num_heads % num_kv_heads:
+    if not num_heads or num_heads % num_kv_heads:
         raise ValueError(
             f"query must have a multiple of the {num_kv_heads} KV heads, got {num_heads} heads"
         )
@@ -378,15 +406,11 @@ def check_attention(
     num_sequences = len(seq_lens)
     check_shape("block_table", block_table, (num_sequences, None), "[sequences, blocks]")
     check_shape("query_start_loc", query_start_loc, (num_sequences + 1,), "[sequences + 1]")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    features.check(query, num_sequences)
-    if max_query_len is not None and (
-        not isinstance(max_query_len, int) or isinstance(max_query_len, bool)
-    ):
-        raise TypeError(f"max_query_len must be an int, got {type(max_query_len).__name__}")
-    if max_query_len is not None and max_query_len < 1:
-        raise ValueError(f"max_query_len must be at least 1, got {max_query_len}")
+    check_number("scale", scale)
+    check_kind("features", features, AttentionFeatures).check(query, num_sequences)
+    check_bool("return_lse", return_lse)
+    if max_query_len is not None:
+        check_int("max_query_len", max_query_len, 1)
     if not checks_values(check, query):
         return
     _check_starts(query_start_loc.tolist(), num_tokens, max_query_len)
@@ -445,17 +469,17 @@ def check_merge(parts: Sequence[AttentionOutput], sink_logits: Tensor | None) ->
     Raises:
         TypeError, ValueError: A rule is broken; the message names argument, rule and value.
     """
-    if not parts:
-        raise ValueError("parts must hold at least one attention output, got none")
+    check_parts(parts)
     like_output, like_lse = parts[0]
-    check_dtype("output", check_tensor("output", like_output), *INPUT_DTYPES, torch.float64)
-    check_dtype("log_sum_exp", check_tensor("log_sum_exp", like_lse), torch.float32, torch.float64)
-    check_shape("log_sum_exp", like_lse, tuple(like_output.shape[:-1]), "[tokens, heads]")
-    check_same_device("log_sum_exp", like_lse, "output", like_output)
-    for output, lse in parts[1:]:
+    first, lse = "parts[0].output", "parts[0].log_sum_exp"
+    check_dtype(first, check_tensor(first, like_output), *INPUT_DTYPES, torch.float64)
+    check_dtype(lse, check_tensor(lse, like_lse), torch.float32, torch.float64)
+    check_shape(lse, like_lse, tuple(like_output.shape[:-1]), "[tokens, heads]")
+    check_same_device(lse, like_lse, first, like_output)
+    for index, part in enumerate(parts[1:], 1):
         for argument, value, like in (
-            ("output", output, like_output),
-            ("log_sum_exp", lse, like_lse),
+            (f"parts[{index}].output", part[0], like_output),
+            (f"parts[{index}].log_sum_exp", part[1], like_lse),
         ):
             check_dtype(argument, check_tensor(argument, value), like.dtype)
             check_shape(argument, value, tuple(like.shape), "as in the first part,")
@@ -464,6 +488,23 @@ def check_merge(parts: Sequence[AttentionOutput], sink_logits: Tensor | None) ->
         check_dtype("sink_logits", check_tensor("sink_logits", sink_logits), torch.float32)
         check_shape("sink_logits", sink_logits, tuple(like_lse.shape[-1:]), "[query heads]")
         check_same_device("sink_logits", sink_logits, "parts", like_lse)
+
+
+def check_parts(parts: Sequence[AttentionOutput]) -> None:
+    """What is merged must be pairs of an output and its log-sum-exp.
+
+    Raises:
+        TypeError, ValueError: It is not, or there is nothing to merge.
+    """
+    if not isinstance(parts, list | tuple):
+        raise TypeError(f"parts must be a list or a tuple, got {type(parts).__name__}")
+    if not parts:
+        raise ValueError("parts must hold at least one attention output, got none")
+    for index, part in enumerate(parts):
+        if not isinstance(part, tuple) or len(part) != 2:
+            raise TypeError(
+                f"parts[{index}] must be an output and its log-sum-exp, got {type(part).__name__}"
+            )
 
 
 class Tier(Protocol):

@@ -22,6 +22,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
+from kvq.value_checks import check_int, check_real, check_text, check_tuple
+
 #: Bits of a state: a reader holds a window at any place in 32 bits, and its table is small.
 MOST_WINDOW_BITS: Final = 12
 #: Levels are integers of so many bits and a sign, times the unit: exactly float16 numbers but for
@@ -78,10 +80,13 @@ class Trellis:
     unit: float
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ValueError(f"name must not be empty, got {self.name!r}")
-        if self.bits not in (2, 3):
+        check_text("name", self.name)
+        if check_int("bits", self.bits) not in (2, 3):
             raise ValueError(f"bits must be 2 or 3, got {self.bits!r}")
+        check_int("window_bits", self.window_bits)
+        check_tuple("masks", self.masks, int)
+        check_tuple("steps", self.steps, int)
+        check_real("unit", self.unit)
         if self.window_bits % self.bits or not self.bits < self.window_bits <= MOST_WINDOW_BITS:
             raise ValueError(
                 f"window_bits must be a multiple of {self.bits} above it and at most "
@@ -130,7 +135,7 @@ class Trellis:
         Raises:
             ValueError: It does not.
         """
-        if head_dim < self.window:
+        if check_int(argument, head_dim) < self.window:
             raise ValueError(
                 f"{argument} must be at least {self.window} for a trellis with a window of as "
                 f"many channels, got {head_dim}"

@@ -183,8 +183,16 @@ KEY, QUERY, VALUE = "layers.0.key", "layers.0.query", "layers.0.value"
         pytest.param(_rotary(base=1e4), "rotary must be a JSON object", id="rotary field"),
         pytest.param(_rotary(rotary_dim=6), "rotary_dim must be twice", id="rotary dim"),
         pytest.param(_rotary(rotary_dim="4"), "rotary_dim must be an integer", id="dim a string"),
-        pytest.param(_rotary(layout="thirds"), "'thirds' is not a valid", id="rotary layout"),
-        pytest.param(_rotary(layout=["half"]), "is not a valid", id="rotary layout a list"),
+        pytest.param(
+            _rotary(layout="thirds"),
+            "layout must be one of 'half', 'interleaved', got 'thirds'",
+            id="rotary layout",
+        ),
+        pytest.param(
+            _rotary(layout=["half"]),
+            "layout must be one of 'half', 'interleaved', got",
+            id="rotary layout a list",
+        ),
         pytest.param(
             _rotary(inverse_frequencies=[1.0, -0.1]), "finite and not negative", id="frequency"
         ),

@@ -24,18 +24,20 @@ LONGEST = 450
 # Files that were looked at again and are one thing: how long each may be.
 LONGER = {
     "kvq/analysis/plots.py": 550,
+    "kvq/integrations/capture.py": 480,
     "kvq/kernels/attention_loop.py": 520,
     "kvq/kernels/operands.py": 600,
     "kvq/kernels/quantize.py": 630,
-    "kvq/modes.py": 560,
-    "kvq/reference/lloyd_max.py": 700,
-    "kvq/tier.py": 520,
+    "kvq/modes.py": 580,
+    "kvq/reference/lloyd_max.py": 720,
+    "kvq/tier.py": 565,
 }
 
 # Rooms from the ground up: a room imports from lower lines and from itself. The rooms of one line
 # do not know each other.
 FLOORS = (
-    {"codebooks", "rounding", "scale_word", "trellis"},
+    {"rounding", "scale_word", "value_checks"},
+    {"codebooks", "trellis"},
     {"modes"},
     {"checks"},
     {"distributed", "files", "records", "rotary", "tier"},
@@ -73,7 +75,7 @@ HOMES = {
     "rich": ("kvq/cli.py", "kvq/commands/"),
 }
 # The table of modes can be read without torch.
-WITHOUT_TORCH = {"codebooks", "modes", "rounding", "scale_word", "trellis"}
+WITHOUT_TORCH = {"codebooks", "modes", "rounding", "scale_word", "trellis", "value_checks"}
 # `import kvq` loads none of these.
 HEAVY = ("matplotlib", "pandas", "pyarrow", "rich", "scipy", "transformers", "triton", "typer")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,17 @@ if TYPE_CHECKING:
 
 _DENSITY = "#7f8fa6"
 _LEVEL = "#c23616"
+
+
+def check_picture(argument: str, path: Path) -> None:
+    """The ending of a picture's path must be that of a kind that can be drawn.
+
+    Raises:
+        ValueError: It is not; the message has the kinds.
+    """
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise ValueError(f"{argument} must end in one of .{', .'.join(kinds)}, got {path}")
 
 
 def codebook_figure(

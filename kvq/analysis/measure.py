@@ -29,8 +29,18 @@ from kvq.analysis.rounding_drift import (
     rounding_drift,
 )
 from kvq.analysis.theory import limit, predict, rate_distortion
+from kvq.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_kind,
+    check_list,
+    check_number,
+    check_optional,
+    check_seed,
+)
 from kvq.modes import RANDOM_HADAMARD, SMALLEST_BLOCK, Mode
-from kvq.tier import QuantizedKV, Tier
+from kvq.tier import QuantizedKV, Tier, check_tier
 
 #: The tables and their columns, in order.
 COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -84,8 +94,10 @@ class Settings:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if not value > 0:
-                raise ValueError(f"{item.name} must be positive, got {value!r}")
+            if item.name == "drift_queries":
+                check_number(item.name, value, positive=True)
+            else:
+                check_int(item.name, value, 1)
         if self.drift_queries > 1:
             raise ValueError(f"drift_queries must be at most 1, got {self.drift_queries!r}")
 
@@ -117,8 +129,15 @@ def measure(
     Raises:
         ValueError: `modes` is empty or names a mode twice, or a mode does not suit a head size.
     """
-    settings = Settings() if settings is None else settings
+    settings = check_optional("settings", settings, Settings) or Settings()
     check_modes(activations, modes)
+    check_seed(seed)
+    check_tier(tier)
+    check_bool("progress", progress)
+    if isinstance(only, str):
+        raise TypeError("only must be a collection of names, got str")
+    for name in only:
+        check_choice("only", name, tuple(COLUMNS))
     activations = thin_queries(activations, settings.max_queries)
     rounding_modes = [
         mode for mode in modes if mode.rounding is not None and "rounding_drift" in only
@@ -161,6 +180,8 @@ def check_modes(activations: Activations, modes: Sequence[Mode]) -> None:
     Raises:
         ValueError: One does not; the message says which and why.
     """
+    check_kind("activations", activations, Activations)
+    check_list("modes", modes, Mode)
     if not modes:
         raise ValueError("modes must hold at least one mode, got none")
     names = [mode.name for mode in modes]
@@ -180,6 +201,8 @@ def check_modes(activations: Activations, modes: Sequence[Mode]) -> None:
 
 def thin_queries(activations: Activations, most: int) -> Activations:
     """The activations with at most that many queries, evenly spaced, each of which sees a key."""
+    check_kind("activations", activations, Activations)
+    check_int("most", most, 1)
     sees = activations.query_positions >= activations.positions[0]
     keep = sees.nonzero()[:, 0]
     if len(keep) > most:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvq.activations import Activations
-from kvq.checks import check_input
+from kvq.checks import check_input, check_kind
 from kvq.modes import Mode, Normalization
 from kvq.reference import scaling
 from kvq.reference.hadamard import rotate, tree_sum
@@ -41,7 +41,7 @@ def normalized_values(x: Tensor, mode: Mode) -> NormalizedValues:
     """
     rows = check_input("x", x).reshape(-1, x.shape[-1]).to(torch.float32)
     head_dim = rows.shape[-1]
-    mode.check_head_dim(head_dim)
+    check_kind("mode", mode, Mode).check_head_dim(head_dim)
     if mode.codebook is None:
         raise ValueError(f"mode must be a codebook mode, got {mode.name}")
     y = rows if mode.rotation is None else rotate(rows, mode.rotation)
@@ -81,6 +81,8 @@ def activation_values(
     Raises:
         ValueError: A side, layer or head is not there, or as for `normalized_values`.
     """
+    check_kind("activations", activations, Activations)
+    check_kind("mode", mode, Mode)
     values, weights = [], []
     for index in choose("layer", layers, tuple(activations.layers)):
         layer = activations.layers[index]

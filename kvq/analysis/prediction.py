@@ -35,8 +35,9 @@ from kvq.analysis.rounding_drift import moments_of_rounding, signed_step
 from kvq.analysis.samples import gaussian
 from kvq.analysis.score_bias import pair_errors, scores, slope_of
 from kvq.analysis.theory import predict
+from kvq.checks import check_int
 from kvq.modes import Grid, Mode, Normalization
-from kvq.tier import Tier
+from kvq.tier import Tier, check_tier
 
 #: Columns of the table of `predict_activations`.
 COLUMNS: Final = (
@@ -320,6 +321,8 @@ def predict_activations(
         ValueError: There are no queries, or a mode does not suit a head size.
     """
     check_modes(activations, modes)
+    check_tier(tier)
+    check_int("max_queries", max_queries, 1)
     activations = thin_queries(activations, max_queries)
     rows: list[Row] = []
     visible = activations.positions <= activations.query_positions[:, None]

@@ -23,6 +23,7 @@ from kvq.analysis.attention_error import attention_output, log_weights
 from kvq.analysis.measure import check_modes, thin_queries
 from kvq.analysis.prediction import PredictedLayer
 from kvq.analysis.score_bias import pair_errors, scores
+from kvq.checks import check_kind
 from kvq.modes import Mode
 from kvq.tier import Tier
 
@@ -179,6 +180,7 @@ def rank_correlations(table: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
     Raises:
         ValueError: There are fewer than `FEWEST` recipes.
     """
+    check_kind("table", table, pd.DataFrame)
     if len(table) < FEWEST:
         raise ValueError(f"recipes must be at least {FEWEST} to be ranked, got {len(table)}")
     generator = np.random.default_rng(seed)

@@ -20,6 +20,7 @@ from kvq import reference
 from kvq.activations import Activations
 from kvq.analysis.prediction import LARGEST_NOISE, predict_activations
 from kvq.analysis.summary import select
+from kvq.checks import check_number
 from kvq.modes import Mode, short_name
 from kvq.tier import Tier
 
@@ -78,8 +79,7 @@ def recommend(
     Exactness: no other choice of candidates within the budget has a smaller sum of predicted
     errors, to rounding.
     """
-    if not (math.isfinite(bits) and bits > 0):
-        raise ValueError(f"bits must be positive and finite, got {bits}")
+    check_number("bits", bits, positive=True)
     predicted = predict_activations(activations, modes, tier=tier)
     layers = activations.layers
     first = next(iter(layers.values()))

@@ -29,13 +29,14 @@ from kvq.analysis import plots
 from kvq.analysis.measure import Settings, check_modes, measure
 from kvq.analysis.page import Image, page
 from kvq.analysis.summary import headline, summarize
+from kvq.checks import check_bool, check_int, check_kind, check_list, check_optional, check_seed
 from kvq.data import embedded_sample
 from kvq.files import FileFormatError
 from kvq.modes import MODES, Mode, ScaleFit
 from kvq.modes import mode as resolve_mode
 from kvq.records import from_json, to_json
 from kvq.scale_word import StoredWord
-from kvq.tier import Tier
+from kvq.tier import Tier, check_tier
 
 #: Name and version of the manifest's format.
 SCHEMA: Final = "kvq-report/1"
@@ -125,7 +126,16 @@ def run_report(
     Raises:
         ValueError: A mode does not suit a head size, or is named twice.
     """
-    settings = Settings() if settings is None else settings
+    check_kind("activations", activations, Activations)
+    _check_out(out)
+    settings = check_optional("settings", settings, Settings) or Settings()
+    check_seed(seed)
+    check_tier(tier)
+    check_bool("progress", progress)
+    check_kind("input_name", input_name, str)
+    check_list("modes", modes)
+    if threads is not None:
+        check_int("threads", threads, 1)
     resolved = [resolve_mode(mode) for mode in modes]
     check_modes(activations, resolved)
     threads = _default_threads(activations) if threads is None else threads
@@ -190,7 +200,12 @@ def replay(
         FileFormatError: The manifest cannot be read or is not one.
         ValueError: The activations are not those that were measured, or `out` holds the manifest.
     """
-    path = Path(manifest_path)
+    path = Path(_check_path("manifest_path", manifest_path))
+    _check_out(out)
+    if input_path is not None:
+        _check_path("input_path", input_path, " or None")
+    check_tier(tier)
+    check_bool("progress", progress)
     manifest = _read_manifest(path)
     if path.resolve().parent == Path(out).resolve():
         raise ValueError(f"out must not be the folder of the manifest, got {os.fspath(out)!r}")
@@ -228,12 +243,24 @@ def replay(
     return result._replace(comparison=_compare(result, hashes, path.parent / "tables"))
 
 
+def _check_path(argument: str, path: object, none: str = "") -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{argument} must be a path{none}, got {type(path).__name__}")
+    return str(os.fspath(path))
+
+
+def _check_out(out: object) -> None:
+    """A report is a folder."""
+    if Path(_check_path("out", out)).is_file():
+        raise NotADirectoryError(f"out must be the path of a folder, got the file {out}")
+
+
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FileFormatError(path, f"cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FileFormatError(path, f"not valid JSON ({error})") from None
     schema = manifest.get("schema") if isinstance(manifest, dict) else None
     if schema != SCHEMA:

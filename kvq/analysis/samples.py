@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvq.activations import Activations, LayerActivations
+from kvq.checks import check_int, check_seed, check_share, check_storage
 
 
 def gaussian(tokens: int, heads: int, head_dim: int, seed: int = 0) -> Tensor:
@@ -25,6 +26,7 @@ def gaussian(tokens: int, heads: int, head_dim: int, seed: int = 0) -> Tensor:
     Returns:
         `[T, H, D]` float32.
     """
+    _check_sizes(tokens, heads, head_dim, seed)
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((tokens, heads, head_dim), generator=generator)
 
@@ -40,6 +42,7 @@ def outlier_channel(
 
 def ties(tokens: int, heads: int, head_dim: int, seed: int = 0) -> Tensor:
     """Integers and a half, and one 127 in every row: steps of 1, and every other entry a tie."""
+    _check_sizes(tokens, heads, head_dim, seed)
     generator = torch.Generator().manual_seed(seed)
     shape = (tokens, heads, head_dim)
     x = torch.randint(-127, 127, shape, generator=generator).to(torch.float32) + 0.5
@@ -49,6 +52,7 @@ def ties(tokens: int, heads: int, head_dim: int, seed: int = 0) -> Tensor:
 
 def zeros(tokens: int, heads: int, head_dim: int, seed: int = 0) -> Tensor:
     """Zeros of both signs."""
+    _check_sizes(tokens, heads, head_dim, seed)
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (tokens, heads, head_dim), generator=generator)
     return torch.where(signs == 0, 0.0, -0.0)
@@ -57,6 +61,13 @@ def zeros(tokens: int, heads: int, head_dim: int, seed: int = 0) -> Tensor:
 def subnormals(tokens: int, heads: int, head_dim: int, seed: int = 0) -> Tensor:
     """Multiples of the smallest positive float32."""
     return (gaussian(tokens, heads, head_dim, seed) * 1000).trunc() * 2.0**-149
+
+
+def _check_sizes(tokens: int, heads: int, head_dim: int, seed: int) -> None:
+    """The argument rules of all samples."""
+    for argument, size in (("tokens", tokens), ("heads", heads), ("head_dim", head_dim)):
+        check_int(argument, size, 0)
+    check_seed(seed)
 
 
 #: The inputs that tests and figures walk, by name. Each takes tokens, heads, head_dim and a seed.
@@ -102,6 +113,23 @@ def synthetic_activations(
     Returns:
         Activations whose logits have a standard deviation of about 1.
     """
+    for argument, size in (
+        ("layers", layers),
+        ("tokens", tokens),
+        ("query_heads", query_heads),
+        ("heads", heads),
+        ("head_dim", head_dim),
+        ("queries", queries),
+    ):
+        check_int(argument, size, 1)
+    if query_heads % heads:
+        raise ValueError(f"query_heads must be a multiple of the {heads} heads, got {query_heads}")
+    if queries > tokens:
+        raise ValueError(f"queries must be at most the {tokens} tokens, got {queries}")
+    check_share("key_mean_share", key_mean_share)
+    check_share("value_mean_share", value_mean_share)
+    check_storage("dtype", dtype)
+    check_seed(seed)
     contents: dict[int, LayerActivations] = {}
     for index in range(layers):
         base = seed + 7919 * index

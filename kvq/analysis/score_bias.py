@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvq.analysis.estimates import Estimate, clustered_error
+from kvq.checks import check_dtype, check_number, check_shape, check_tensor
 
 
 class ScoreBias(NamedTuple):
@@ -55,6 +56,14 @@ def scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     Returns:
         `[Hq, Q, T]` float64.
     """
+    for argument, rows, axes in (("query", query, "[Q, Hq, D]"), ("key", key, "[T, Hkv, D]")):
+        check_shape(argument, check_tensor(argument, rows), (None, None, None), axes)
+    check_number("scale", scale)
+    if query.shape[2] != key.shape[2] or query.shape[1] % max(1, key.shape[1]):
+        raise ValueError(
+            "query must have the key's channels and a multiple of its heads, "
+            f"got {list(query.shape)} for keys of {list(key.shape)}"
+        )
     q, k = query.to(torch.float64), key.to(torch.float64)
     queries, query_heads, head_dim = q.shape
     tokens, heads, _ = k.shape
@@ -108,6 +117,7 @@ def score_bias(
     Returns:
         Estimates of shape `[H]`.
     """
+    _check_scores(exact, approximate, visible, query_blocks, key_blocks)
     pairs = pair_errors(exact, approximate, visible)
     seen = visible.to(torch.float64)
 
@@ -127,6 +137,27 @@ def score_bias(
         centered_rmse=_root(mean(pairs.centered_error.square())),
         rmse=_root(mean(pairs.error.square())),
     )
+
+
+def _check_scores(
+    exact: Tensor, approximate: Tensor, visible: Tensor, query_blocks: Tensor, key_blocks: Tensor
+) -> None:
+    """The argument rules of `score_bias`."""
+    check_shape("exact", check_tensor("exact", exact), (None, None, None), "[H, Q, T]")
+    shape = tuple(exact.shape)
+    check_shape("approximate", check_tensor("approximate", approximate), shape, "[H, Q, T]")
+    check_dtype("visible", check_tensor("visible", visible), torch.bool)
+    check_shape("visible", visible, shape[1:], "[Q, T]")
+    for argument, blocks, length, axes in (
+        ("query_blocks", query_blocks, shape[1], "[Q]"),
+        ("key_blocks", key_blocks, shape[2], "[T]"),
+    ):
+        check_shape(argument, check_tensor(argument, blocks), (length,), axes)
+    blind = (~visible.any(-1)).nonzero()
+    if len(blind):
+        raise ValueError(
+            f"visible must have a key for every query, got none for query {int(blind[0])}"
+        )
 
 
 def _root(square: Estimate) -> Estimate:

@@ -17,10 +17,11 @@ import torch
 from kvq import reference
 from kvq.analysis.estimates import over_units
 from kvq.analysis.samples import gaussian
+from kvq.checks import check_int, check_kind, check_number, check_seed
 from kvq.codebooks import Codebook
 from kvq.modes import Grid, Mode, Normalization, ScaleFit
 from kvq.reference.laws import Law, cell_moments, law, sphere
-from kvq.tier import Tier
+from kvq.tier import Tier, check_tier
 
 #: Half the mean magnitude of N(0,1), which is its density at 0: 0.3989.
 HALF_MEAN_MAGNITUDE = 1.0 / math.sqrt(2.0 * math.pi)
@@ -85,6 +86,8 @@ def codebook_moments(codebook: Codebook, law: Law) -> CodebookMoments:
 
 def rate_distortion(bits: float) -> float:
     """`4^-bits`: no code of that many bits a value has a smaller error on Gaussian values."""
+    if check_number("bits", bits) < 0:
+        raise ValueError(f"bits must not be negative, got {bits}")
     return math.pow(4.0, -bits)
 
 
@@ -133,6 +136,10 @@ def predict(
         seed: Of the Monte Carlo; equal seeds give all modes the same rows.
         tier: Who quantizes.
     """
+    check_kind("mode", mode, Mode).check_head_dim(head_dim)
+    check_int("rows", rows, 1)
+    check_seed(seed)
+    check_tier(tier)
     if is_exact(mode):
         assert mode.codebook is not None
         moments = codebook_moments(mode.codebook, sphere(head_dim))

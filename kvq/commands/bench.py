@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from kvq.commands.options import check_alone, check_output
 from kvq.commands.output import Json, print_json, print_table, say
 from kvq.modes import MODES, Mode
 from kvq.modes import mode as resolve_mode
@@ -45,8 +46,20 @@ def command(
     if what not in ("write", "decode"):
         raise ValueError(f"what must be write or decode, got {what!r}")
     modes = [resolve_mode(name) for name in mode] if mode else list(MODES.values())
+    for count in tokens or ():
+        if count < 1:
+            raise ValueError(f"tokens must be at least 1, got {count}")
+    if what == "decode":
+        check_alone("decode", "with", tokens=tokens)
+    elif centered:
+        raise ValueError(f"what must be decode with --centered, got {what!r}")
+    else:
+        check_alone("write", "with", more=more or None)
     if centered:
-        _centered(what, modes, out, json)
+        check_alone("--centered", "with", more=more or None)
+    check_output("out", out)
+    if centered:
+        _centered(modes, out, json)
         return
     rows = _write(modes, tokens or [65_536]) if what == "write" else _decode(modes, more)
     records = [row._asdict() for row in rows]
@@ -82,12 +95,10 @@ def command(
         )
 
 
-def _centered(what: str, modes: list[Mode], out: Path | None, json: bool) -> None:
+def _centered(modes: list[Mode], out: Path | None, json: bool) -> None:
     """Time, keep and show attention over keys without their mean, beside plain attention."""
     from kvq.analysis.centered_throughput import bench_centered
 
-    if what != "decode":
-        raise ValueError(f"what must be decode with --centered, got {what!r}")
     rows = bench_centered(modes, watch=say)
     records = [row._asdict() for row in rows]
     if out is not None:

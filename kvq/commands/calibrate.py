@@ -7,6 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
+from kvq.commands.options import check_output
 from kvq.commands.output import Json
 
 EXAMPLES: Final = (
@@ -52,6 +53,7 @@ def command(
     import hashlib
 
     from kvq.calibration_files import save_calibration
+    from kvq.checks import check_device_name
     from kvq.commands.descriptions import describe_calibration
     from kvq.commands.inspect import print_description
     from kvq.distributed import processes
@@ -60,6 +62,11 @@ def command(
     from kvq.integrations.capture import load_model, read_dtype, read_text
     from kvq.integrations.key_transforms import calibrate
 
+    check_device_name(device)
+    check_output("out", out)
+    for argument, value in (("windows", windows), ("tokens", tokens)):
+        if value < 1:
+            raise ValueError(f"{argument} must be at least 1, got {value}")
     with processes(device) as together:
         compute = read_dtype("dtype", dtype)
         prose = read_text(text)

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
+from kvq.commands.options import check_output
 from kvq.commands.output import Json
 
 EXAMPLES: Final = (
@@ -62,6 +63,7 @@ def command(
     from kvq.commands.inspect import print_description
     from kvq.integrations.capture import capture_command
 
+    check_output("out", out)
     activations = capture_command(
         model,
         text,

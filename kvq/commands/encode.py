@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 
 import typer
 
-from kvq.commands.options import load_mode
+from kvq.commands.options import check_output, load_mode
 from kvq.commands.output import Json, track
 
 EXAMPLES: Final = (
@@ -50,10 +50,11 @@ def command(
     from kvq.commands.inspect import print_description
     from kvq.encoded_files import encode_activations, save_encoded
 
+    check_output("out", out)
     modes = {}
     for side, name, book in (
-        ("key", key_mode or mode, key_codebook or codebook),
-        ("value", value_mode or mode, value_codebook or codebook),
+        ("key", mode if key_mode is None else key_mode, key_codebook or codebook),
+        ("value", mode if value_mode is None else value_mode, value_codebook or codebook),
     ):
         if name is None:
             raise ValueError(f"mode must be given, with --mode or --{side}-mode, got nothing")

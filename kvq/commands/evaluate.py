@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from kvq.commands.options import check_output, check_output_folder
 from kvq.commands.output import Json, print_json, print_table, say
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def command(
     """
     from kvq.calibration_files import load_calibration
     from kvq.checks import check_device_name
-    from kvq.evaluation.recipes import default_recipes, parse_recipe
+    from kvq.evaluation.recipes import check_named_once, default_recipes, parse_recipe
     from kvq.evaluation.run import SCHEMA, Settings, run_evaluation
     from kvq.integrations.capture import load_model, read_dtype, read_text
 
@@ -102,13 +103,22 @@ def command(
         context=context,
         position_offset=position_offset,
     )
+    if decode > tokens - 2:
+        raise ValueError(
+            f"decode must be at most {tokens - 2} of a window's {tokens} tokens, got {decode}"
+        )
     check_device_name(device)
+    check_output_folder("out", out)
+    check_output("keep", keep)
+    compute = read_dtype("dtype", dtype)
     recipes = [parse_recipe(one) for one in recipe] if recipe else default_recipes()
     calibrated = None if calibration is None else load_calibration(calibration)
+    check_named_once(recipes)
+    for one in recipes:
+        if one.needs_calibration and calibrated is None:
+            raise ValueError(f"calibration must be given for the recipe {one}, got none")
     prose = read_text(text)
-    loaded = load_model(
-        model, gguf_file=gguf_file, dtype=read_dtype("dtype", dtype), device=device
-    )
+    loaded = load_model(model, gguf_file=gguf_file, dtype=compute, device=device)
     result = run_evaluation(
         loaded,
         prose,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
+from kvq.commands.options import check_alone, check_output, check_output_folder, load_mode
 from kvq.commands.output import Json, print_json, print_table, say, waiting
 
 if TYPE_CHECKING:
@@ -113,9 +114,18 @@ def command(
     paths = [*(source or ()), *(more or ())]
     if (law is None) == (not paths):
         raise ValueError("either --law or --from must be given, got both or neither")
-    for option, value in (("--calibration", calibration), ("--resume", resume)):
-        if value is not None and not paths:
-            raise ValueError(f"{option} must come with --from, got it with --law")
+    if not paths:
+        check_alone(
+            "--law", "with", side=side, layer=layer, head=head, calibration=calibration,
+            weigh=weigh, resume=resume,
+        )  # fmt: skip
+    load_mode(base)
+    check_output("out", out)
+    check_output("picture", picture)
+    if resume is not None:
+        check_output_folder("resume", resume)
+    if picture is not None or out is not None:
+        _check_picture(out, picture)
     samples: _Samples | None = None
     known: Law | None = None
     with processes(device) as together:
@@ -164,6 +174,16 @@ def command(
     if not fitted.certificate.converged:
         say("check failed: the levels are not a fixed point (stationarity above 1e-10)")
         raise typer.Exit(1)
+
+
+def _check_picture(out: Path | None, picture: Path | None) -> None:
+    """The picture must be of a kind that can be drawn, and another file than the codebook."""
+    from kvq.analysis.codebook_plot import check_picture
+
+    if picture is not None:
+        check_picture("picture", picture)
+    if out is not None and out == (out.with_suffix(".png") if picture is None else picture):
+        raise ValueError(f"out must be another file than the picture, got {out} for both")
 
 
 class _Samples(NamedTuple):

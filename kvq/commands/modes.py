@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
+from kvq.commands.options import check_alone
 from kvq.commands.output import Json, print_json, print_table, say
 from kvq.modes import MODES, SUFFIX, Mode, short_name
 
@@ -64,10 +65,15 @@ def command(
     """
     if head_dim < 1:
         raise ValueError(f"head_dim must be at least 1, got {head_dim}")
+    if json:
+        check_alone("--json", "with", markdown=markdown or None, families=families or None)
     if into:
+        check_alone(
+            "--into", "with", markdown=markdown or None, json=json or None,
+            families=families or None,
+        )  # fmt: skip
         for path in into:
-            text = with_tables(path.read_text(encoding="utf-8"), head_dim)
-            path.write_text(text, encoding="utf-8")
+            path.write_text(with_tables(_read_page(path), head_dim), encoding="utf-8")
             say(f"wrote the tables of modes into {path}")
     elif json:
         print_json([_record(mode, head_dim) for mode in MODES.values()])
@@ -133,8 +139,20 @@ def _with_table(text: str, table: str, markers: tuple[str, str]) -> str:
     before, found_begin, rest = text.partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):
-        raise ValueError(f"text must hold the lines {begin.strip()} and {end.strip()}")
+        raise ValueError(
+            f"text must hold the lines {begin.strip()} and {end.strip()}, got one without"
+        )
     return f"{before}{begin}{table}{end}{after}"
+
+
+def _read_page(path: Path) -> str:
+    """The text of a file that is to hold the table."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"into must be a text file, got {path} ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"into must be a text file, got {path} ({error.reason})") from None
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -13,6 +13,7 @@ from typing import Annotated, Final
 
 import typer
 
+from kvq.commands.options import check_output
 from kvq.commands.output import Json, print_json, print_table, say
 from kvq.modes import MODES
 from kvq.modes import mode as resolve_mode
@@ -21,6 +22,9 @@ EXAMPLES: Final = (
     "kvq parity --rows 0",
     "kvq parity --mode int4 --rows 100000000 --out results/parity-h200.json",
 )
+
+#: What `--out` writes, and goes on with.
+_SCHEMA: Final = "kvq-parity/1"
 
 
 def command(
@@ -44,6 +48,11 @@ def command(
     """
     if rows < 0:
         raise ValueError(f"rows must not be negative, got {rows}")
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    check_output("out", out)
+    names = [resolve_mode(name).name for name in mode] if mode else list(MODES)
+    known = _known(out)
     import torch
 
     gpu = torch.cuda.is_available()
@@ -53,15 +62,13 @@ def command(
     from kvq.analysis.parity import compare_digest_set, compare_volume, digest
     from kvq.analysis.results import write_result
 
-    names = [resolve_mode(name).name for name in mode] if mode else list(MODES)
-    known = _known(out)
     interpreted = {
         name: record["digest_interpreter"]
         for name, record in known.items()
         if record.get("digest_interpreter")
     }
     missing = [name for name in names if name not in interpreted] if interpreter else []
-    with ThreadPoolExecutor(max(1, jobs)) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         found = pool.map(lambda name: _interpret("digest(kernels, mode)", name), missing)
         interpreted |= zip(missing, found, strict=True)
     records: list[dict[str, object]] = []
@@ -91,7 +98,7 @@ def command(
             kept: dict[str, Mapping[str, object]] = {**known}
             kept |= {str(row["mode"]): row for row in records}
             command_line = " ".join(["kvq", *sys.argv[1:]])
-            write_result(out, "kvq-parity/1", command_line, list(kept.values()))
+            write_result(out, _SCHEMA, command_line, list(kept.values()))
         say(f"{name}: {'agree' if _agrees(record) else 'DIFFER'}")
     if json:
         print_json(records)
@@ -125,8 +132,17 @@ def _known(out: Path | None) -> dict[str, dict[str, str]]:
     """Rows of an earlier run, by mode."""
     if out is None or not out.exists():
         return {}
-    document = json_module.loads(out.read_text(encoding="utf-8"))
-    return {row["mode"]: row for row in document["rows"]}
+    from kvq.files import FileFormatError
+
+    try:
+        document = json_module.loads(out.read_text(encoding="utf-8"))
+        if document["schema"] != _SCHEMA:
+            raise FileFormatError(out, f"schema must be {_SCHEMA}, got {document['schema']!r}")
+        return {row["mode"]: row for row in document["rows"]}
+    except FileFormatError:
+        raise
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FileFormatError(out, f"not a result of kvq parity ({error!r})") from None
 
 
 def _interpret(expression: str, name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvq.commands.options import load_input, load_mode
+from kvq.commands.options import check_output, load_input, load_mode
 from kvq.commands.output import Json, print_json, print_table, say
 
 EXAMPLES: Final = (
@@ -35,6 +35,7 @@ def command(
     A prediction quantizes nothing: it is made of the mode's own error and of norms, scores and
     values. A second table shows how far it holds as the noise of the scores grows.
     """
+    check_output("csv", csv)
     from kvq.analysis.agreement import COMPARED, by_mode, by_noise, predicted_and_measured
     from kvq.analysis.prediction import LARGEST_NOISE
     from kvq.analysis.report import REPORTED

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from kvq.commands.options import load_input, load_mode
+from kvq.commands.options import check_alone, load_input, load_mode
 from kvq.commands.output import Json, print_json, print_table, say
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def command(
     """
     if (bits is None) == (check is None):
         raise ValueError("one of --bits and --check must be given, and not both")
+    if check is not None:
+        check_alone("--check", "with", mode=mode)
     activations, name = load_input(source)
     if check is not None:
         _check(activations, check, json=json)
@@ -154,7 +156,7 @@ def read_judged(path: Path) -> list[Judged]:
         raise FileFormatError(path, f"cannot be read ({error.strerror})") from None
     except FileFormatError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise FileFormatError(path, f"not a result of kvq eval ({error!r})") from None
     recipes = [(parse_recipe(text), kld) for text, kld in rows]
     return [

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvq.commands.options import load_input, load_mode
+from kvq.commands.options import check_alone, check_output_folder, load_input, load_mode
 from kvq.commands.output import Json, print_json, print_table, say
 
 if TYPE_CHECKING:
@@ -65,9 +66,15 @@ def command(
     """
     from kvq.analysis import report
 
+    check_output_folder("out", out)
+    if not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance must be finite and not negative, got {tolerance}")
     if replay is not None:
+        check_alone("--replay", "with", mode=mode, codebook=codebook, seed=seed or None)
         result = report.replay(replay, out, input_path=source)
     else:
+        check_alone("--replay", "without", tolerance=tolerance or None)
+        load_mode(base)
         activations, name = load_input(source)
         modes = _modes(mode, codebook, base)
         result = report.run_report(activations, out, modes=modes, seed=seed, input_name=name)

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
+from kvq.commands.options import check_output
 from kvq.commands.output import Json, print_json, print_table
 
 EXAMPLES: Final = (
@@ -50,9 +51,13 @@ def command(
     from kvq.integrations.models import random_model
 
     check_device_name(device)
+    check_output("out", out)
     workload = Workload(sequences, inputs, outputs, chunk)
     names = recipe or ["int8", "fp8", "int4", "affine4", "int2", "lloyd3", "smax4"]
     recipes = [parse_recipe(name) for name in names]
+    for one in recipes:
+        if one.needs_calibration:
+            raise ValueError(f"recipe must need no calibration here, got {one}")
     model = random_model(shape, device, read_dtype("dtype", dtype))
     rows = measure_serving(model, recipes, workload, dynamic=dynamic)
     records = [row._asdict() for row in rows]

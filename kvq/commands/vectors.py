@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from kvq.commands.options import check_output_folder
 from kvq.commands.output import Json, print_json, print_table, say
 
 #: What `kvq --help` says of both.
@@ -52,6 +53,7 @@ def export(
     from kvq.conformance.vectors import DTYPES, HEAD_DIMS, export_vectors, vector_mode
     from kvq.modes import MODES
 
+    check_output_folder("out", out)
     manifest = export_vectors(
         out,
         [vector_mode(name) for name in mode] if mode else list(MODES.values()),

@@ -11,14 +11,14 @@ before they are packed, and `pair=calibrated` scales their RoPE pairs. A mode ma
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from kvq.calibration_files import Calibration
-from kvq.checks import resolve_enum
+from kvq.checks import check_int, check_kind, resolve_enum
 from kvq.codebook_files import load_codebook
 from kvq.key_transforms import KeyTransform
 from kvq.modes import MODES, Mode
@@ -96,6 +96,11 @@ class Recipe:
     #: What the keys of each layer of one model lose: see `bind`.
     key_transforms: Mapping[int, KeyTransform] | None = None
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether it is for models with a calibration."""
+        return self.center == "calibrated" or self.scale_pairs
+
     def bind(self, model: Any, calibration: Calibration | None = None) -> Recipe:
         """The recipe for one model: what its keys lose is worked out.
 
@@ -130,9 +135,10 @@ class Recipe:
             ValueError: The recipe names a layer that the model does not have, or takes something
                 from keys and is not bound to the model.
         """
+        from kvq.integrations.models import check_config
         from kvq.integrations.transformers import KVQuantCache
 
-        layers = config.get_text_config(decoder=True).num_hidden_layers
+        layers = check_config(config).get_text_config(decoder=True).num_hidden_layers
         for layer in (*self.key_layers, *self.value_layers):
             if layer >= layers:
                 raise ValueError(f"recipe must name layers below {layers}, got {layer}")
@@ -160,6 +166,8 @@ class Recipe:
                 bits a value, and tokens that are kept in full precision are stored packed as well;
                 and so is the mean of a sequence's own keys, at 32 bits a channel.
         """
+        check_int("layers", layers, 1)
+        check_int("context", context, 1)
         total = sum(
             float(by_layer.get(layer, mode).bits_per_value(head_dim))
             for mode, by_layer in (
@@ -185,15 +193,21 @@ def parse_recipe(text: str) -> Recipe:
         ValueError: It is none; the message names the part.
         FileFormatError: A codebook file is not valid.
     """
-    text = NAMED.get(text, text)
+    text = NAMED.get(check_kind("recipe", text, str), text)
     if "=" not in text:
         mode = parse_mode(text)
         return Recipe(text, mode, mode)
     sides: dict[str, dict[str, Mode]] = {"k": {}, "v": {}}
     options: dict[str, Any] = {}
+    seen: set[str] = set()
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         side = _SIDE.fullmatch(name)
+        # `k0` and `k00` are one layer.
+        what = name if side is None or not side[2] else f"{side[1]}{int(side[2])}"
+        if what in seen:
+            raise ValueError(f"recipe must name a part once, got {part!r} in {text!r}")
+        seen.add(what)
         if side is not None:
             sides[side[1]][side[2]] = parse_mode(value)
         elif name in ("first", "recent") and value.isdecimal():
@@ -219,13 +233,24 @@ def parse_recipe(text: str) -> Recipe:
     return Recipe(text, modes["k"], modes["v"], key_layers, value_layers, **options)
 
 
+def check_named_once(recipes: Sequence[Recipe]) -> None:
+    """Recipes are told apart by their texts.
+
+    Raises:
+        ValueError: Two have the same.
+    """
+    names = [str(recipe) for recipe in recipes]
+    if len(set(names)) < len(names):
+        raise ValueError(f"recipes must each be named once, got {', '.join(names)}")
+
+
 def parse_mode(text: str) -> Mode:
     """The mode of `name`, `name@unrotated`, `name@rounding` or `name+codebook file`.
 
     Raises:
         ValueError: There is no such mode, or it takes no such part.
     """
-    name, plus, file = text.partition("+")
+    name, plus, file = check_kind("mode", text, str).partition("+")
     name, *parts = name.split("@")
     mode = resolve_mode(name)
     for part in parts:

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from kvq.analysis.quality_plot import quality_figure
 from kvq.analysis.results import commit, machine, versions
 from kvq.calibration_files import Calibration
+from kvq.checks import check_int, check_tuple
 from kvq.evaluation.generation import (
     Divergence,
     Passkey,
@@ -28,7 +29,7 @@ from kvq.evaluation.generation import (
     measure_passkey,
 )
 from kvq.evaluation.prose import SEPARATOR
-from kvq.evaluation.recipes import Recipe, parse_recipe
+from kvq.evaluation.recipes import Recipe, check_named_once, parse_recipe
 from kvq.evaluation.summary import summarize, window_table
 from kvq.evaluation.windows import WindowSums, cut_windows, evaluate_window
 from kvq.integrations.capture import LoadedModel
@@ -75,8 +76,9 @@ class Settings:
             ("context", 1),
             ("position_offset", 0),
         ):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+            check_int(name, getattr(self, name), least)
+        for length in check_tuple("passkey", self.passkey, int):
+            check_int("passkey", length, 1)
         if self.prompt_tokens > self.tokens:
             raise ValueError(
                 f"prompt_tokens must be at most the window's {self.tokens}, "
@@ -134,9 +136,7 @@ def run_evaluation(
         ValueError: The text is too short, recipes are named twice, one cannot be had for the
             model, or the folder holds another evaluation.
     """
-    names = [str(recipe) for recipe in recipes]
-    if len(set(names)) < len(names):
-        raise ValueError(f"recipes must each be named once, got {', '.join(names)}")
+    check_named_once(recipes)
     model, tokenizer = loaded.model, loaded.tokenizer
     recipes = [recipe.bind(model, calibration) for recipe in recipes]
     documents = [

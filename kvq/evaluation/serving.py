@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kvq.checks import check_bool, check_int, check_kind, check_list
 from kvq.evaluation.recipes import Recipe
-from kvq.integrations.models import attending, run_model, transformers_cache
+from kvq.integrations.models import attending, check_model, run_model, transformers_cache
 
 #: Steps before a capture, in which kernels are compiled.
 _WARM_UP: Final = 3
@@ -45,8 +46,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name, least in (("sequences", 1), ("inputs", 1), ("outputs", 2), ("chunk", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+            check_int(name, getattr(self, name), least)
 
     @property
     def longest(self) -> int:
@@ -88,7 +88,10 @@ def measure_serving(
         The fastest of the dynamic and of the static cache, each over the backends of SDPA that
         run it, and one row for each recipe.
     """
-    gpu = model.device.type == "cuda"
+    gpu = check_model(model).device.type == "cuda"
+    check_list("recipes", recipes, Recipe)
+    check_kind("workload", workload, Workload)
+    check_bool("dynamic", dynamic)
     rows = []
     for kind in ("dynamic", "static") if dynamic else ("static",):
         found = []

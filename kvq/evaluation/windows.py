@@ -9,8 +9,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from kvq.checks import check_dtype, check_int, check_list, check_shape, check_tensor
 from kvq.evaluation.recipes import Recipe
-from kvq.integrations.models import attending, run_model
+from kvq.integrations.models import attending, check_model, check_token_ids, run_model
 
 #: Positions whose distributions are compared at once.
 _CHUNK: Final = 256
@@ -51,6 +52,8 @@ def cut_windows(documents: Sequence[Sequence[int]], length: int, count: int) -> 
     Raises:
         ValueError: The documents have fewer windows.
     """
+    check_int("length", length, 1)
+    check_int("count", count)
     windows = [
         document[start : start + length]
         for document in documents
@@ -84,6 +87,13 @@ def evaluate_window(
     Raises:
         ValueError: `decode` is not from 0 to T - 2.
     """
+    check_model(model)
+    check_dtype("ids", check_tensor("ids", ids), torch.int64)
+    check_shape("ids", ids, (None,), "[T]")
+    check_token_ids("ids", ids, model)
+    check_list("recipes", recipes, Recipe)
+    check_int("decode", decode)
+    check_int("offset", offset, 0)
     tokens = len(ids)
     if not 0 <= decode <= tokens - 2:
         raise ValueError(f"decode must be from 0 to {tokens - 2}, got {decode}")

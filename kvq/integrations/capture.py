@@ -22,7 +22,22 @@ from tqdm.auto import tqdm
 
 import kvq
 from kvq.activations import Activations, LayerActivations, save_activations
-from kvq.checks import INPUT_DTYPES, check_dtype, check_shape, check_tensor, dtype_name
+from kvq.checks import (
+    INPUT_DTYPES,
+    check_bool,
+    check_device_name,
+    check_dtype,
+    check_int,
+    check_list,
+    check_optional,
+    check_shape,
+    check_storage,
+    check_strings,
+    check_tensor,
+    dtype_name,
+)
+from kvq.files import check_path
+from kvq.integrations.models import check_model, check_token_ids
 from kvq.integrations.observe import attention_modules, import_optional, observe
 from kvq.integrations.rotary import find_rotary
 
@@ -64,19 +79,33 @@ def load_model(
     Raises:
         ImportError: transformers, or for GGUF gguf or accelerate, is not installed.
         FileNotFoundError: There is no such file or folder, or no weights in it.
-        ValueError: The folder has several `.gguf` files and none is chosen.
+        ValueError: The folder has several `.gguf` files and none is chosen, or what it has cannot
+            be loaded.
     """
+    where_found = Path(check_path(path))
+    check_optional("gguf_file", gguf_file, str)
+    check_storage("dtype", dtype)
+    check_device_name(device)
     transformers = import_optional("transformers")
-    folder, weights = _find_weights(Path(path), gguf_file)
+    folder, weights = _find_weights(where_found, gguf_file)
     gguf = weights[0].suffix == ".gguf"
     where: dict[str, Any] = {"local_files_only": True}
     if gguf:
         import_optional("accelerate")
         where["gguf_file"] = weights[0].name
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **where)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, **where, **({} if gguf else {"use_safetensors": True})
-    )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **where)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, **where, **({} if gguf else {"use_safetensors": True})
+        )
+    except ImportError:
+        raise
+    # Whatever libraries say of files that are not what they should be.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"model must be one that transformers can load, got {path} ({reason})"
+        ) from error
     provenance = {
         "model": weights[0].name if gguf else folder.resolve().name,
         "weights": _gguf_storage(weights[0]) if gguf else _checkpoint_storage(model.config),
@@ -127,18 +156,24 @@ def capture(
             the kept layers differ in their softmax scale; `dtype` cannot hold a value; or RoPE is
             required and cannot be verified.
     """
+    check_model(model)
     check_dtype("input_ids", check_tensor("input_ids", input_ids), torch.int64)
     check_shape("input_ids", input_ids, (None,), "[T]")
     tokens = len(input_ids)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokens
     if not 2 <= tokens <= limit:
         raise ValueError(f"input_ids must hold 2 to {limit} tokens, got {tokens}")
-    if not 0 <= first_position < tokens:
+    check_token_ids("input_ids", input_ids, model)
+    if not 0 <= check_int("first_position", first_position) < tokens:
         raise ValueError(f"first_position must be from 0 to {tokens - 1}, got {first_position}")
-    if not 0 <= queries <= tokens:
+    if not 0 <= check_int("queries", queries) <= tokens:
         raise ValueError(f"queries must be from 0 to the {tokens} tokens, got {queries}")
-    if dtype not in INPUT_DTYPES:
-        raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype_name(dtype)}")
+    check_storage("dtype", dtype)
+    if layers is not None:
+        check_list("layers", layers, int)
+    check_bool("require_rotary", require_rotary)
+    check_bool("progress", progress)
+    check_strings("provenance", provenance or {})
 
     modules = attention_modules(model, input_ids[:1])
     kept = _resolve_layers(layers, list(modules))
@@ -219,6 +254,11 @@ def capture_command(
         ValueError: An argument is out of its range; see `capture`.
     """
     storage, computation = read_dtype("dtype", dtype), read_dtype("compute_dtype", compute_dtype)
+    check_device_name(device)
+    if tokens is not None:
+        check_int("tokens", tokens, 2)
+    check_int("first_position", first_position, 0)
+    check_int("queries", queries, 0)
     prose = read_text(text)
     loaded = load_model(model, gguf_file=gguf_file, dtype=computation, device=device)
     ids: list[int] = loaded.tokenizer(prose)["input_ids"]
@@ -253,16 +293,25 @@ def capture_command(
 def _find_weights(path: Path, gguf_file: str | None) -> tuple[Path, list[Path]]:
     """The folder to load from, and the files with the weights."""
     if path.suffix == ".gguf" and path.is_file():
+        if gguf_file is not None:
+            raise ValueError(
+                f"gguf_file must be left out with a .gguf file as model, got {gguf_file}"
+            )
         return path.parent, [path]
     if not path.is_dir():
         raise FileNotFoundError(f"model must be a folder or a .gguf file on disk, got {path}")
-    if gguf_file is None and (path / "config.json").is_file():
+    named = {file.name: file for file in sorted(path.glob("*.gguf"))}
+    if gguf_file is not None:
+        if gguf_file not in named:
+            names = f"one of {', '.join(named)}" if named else "that of a .gguf file in the folder"
+            raise ValueError(f"gguf_file must be {names}, got {gguf_file!r}")
+        files = [named[gguf_file]]
+    elif (path / "config.json").is_file():
         files = sorted(path.glob("*.safetensors"))
     else:
-        files = sorted(path.glob(gguf_file or "*.gguf"))
+        files = list(named.values())
         if len(files) > 1:
-            names = ", ".join(file.name for file in files)
-            raise ValueError(f"gguf_file must be one of {names}, got {gguf_file}")
+            raise ValueError(f"gguf_file must be one of {', '.join(named)}, got None")
     if not files:
         raise FileNotFoundError(f"model must hold safetensors or GGUF weights, got {path}")
     return path, files
@@ -321,6 +370,10 @@ def read_text(path: str | os.PathLike[str]) -> str:
     """
     try:
         return Path(path).read_bytes().decode()
+    except OSError as error:
+        raise type(error)(
+            f"text must be a file that can be read, got {path} ({error.strerror})"
+        ) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"text must be UTF-8, got {path} ({error.reason})") from None
 

@@ -23,8 +23,18 @@ from tqdm.auto import tqdm
 
 import kvq
 from kvq.calibration_files import Calibration, LayerCalibration
-from kvq.checks import check_dtype, check_shape, check_tensor, resolve_enum
+from kvq.checks import (
+    check_bool,
+    check_dtype,
+    check_int,
+    check_optional,
+    check_shape,
+    check_strings,
+    check_tensor,
+    resolve_enum,
+)
 from kvq.distributed import Processes
+from kvq.integrations.models import check_model, check_token_ids
 from kvq.integrations.observe import attention_modules, import_optional, observe
 from kvq.integrations.rotary import find_rotary
 from kvq.key_transforms import KeyTransform
@@ -118,6 +128,10 @@ def key_transforms(
         ValueError: The model's RoPE cannot be verified, or is not that of the calibration; it has
             no bias on its keys; or there is no calibration, or one of other layers or shapes.
     """
+    check_model(model)
+    check_bool("scale_pairs", scale_pairs)
+    check_optional("calibration", calibration, Calibration)
+    check_int("first_tokens", first_tokens, 1)
     source = None if center is None else resolve_enum("center", center, Center)
     if source is None and not scale_pairs:
         raise ValueError("center or scale_pairs must be given, got neither")
@@ -193,7 +207,7 @@ def verify_rotary(model: PreTrainedModel) -> tuple[RotarySpec, dict[int, Tensor]
     Raises:
         ValueError: No RoPE that its modules declare does so; or it changes with the length.
     """
-    decoder = model.config.get_text_config()
+    decoder = check_model(model).config.get_text_config()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(decoder.vocab_size, (_TOKENS,), generator=generator)
     modules = attention_modules(model, ids[:1])
@@ -305,6 +319,9 @@ def calibrate(
     check_shape("windows", windows, (None, None), "[windows, tokens]")
     if windows.numel() == 0:
         raise ValueError(f"windows must hold tokens, got {list(windows.shape)}")
+    check_token_ids("windows", windows, check_model(model))
+    check_strings("provenance", provenance or {})
+    check_bool("progress", progress)
     rotary, biases = verify_rotary(model)
     modules = attention_modules(model, windows[0, :1])
     together = Processes() if processes is None else processes

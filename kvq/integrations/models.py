@@ -10,6 +10,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from kvq.checks import check_choice, check_device_name, check_storage
+
 #: Shapes of models, by name.
 _SHAPES: Final[dict[str, dict[str, Any]]] = {
     "llama3-8b": {
@@ -31,6 +33,43 @@ _SHAPES: Final[dict[str, dict[str, Any]]] = {
         "vocab_size": 97,
     },
 }
+
+
+def check_model(model: Any) -> Any:
+    """`model`, which must be a model of transformers, or wrap one.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
+    return model
+
+
+def check_config(config: Any) -> Any:
+    """`config`, which must be the configuration of a model of transformers.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(
+            f"config must be a configuration of transformers, got {type(config).__name__}"
+        )
+    return config
+
+
+def check_token_ids(argument: str, ids: Tensor, model: Any) -> None:
+    """Token ids must be in the vocabulary of a model.
+
+    Raises:
+        ValueError: One is not.
+    """
+    last = model.config.get_text_config().vocab_size - 1
+    if ids.numel():
+        for found in (int(ids.min()), int(ids.max())):
+            if not 0 <= found <= last:
+                raise ValueError(f"{argument} must be from 0 to {last}, got {found}")
 
 
 def cache_argument(model: Any) -> str:
@@ -69,8 +108,9 @@ def random_model(shape: str, device: str, dtype: torch.dtype) -> Any:
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    if shape not in _SHAPES:
-        raise ValueError(f"shape must be one of {', '.join(_SHAPES)}, got {shape!r}")
+    check_choice("shape", shape, tuple(_SHAPES))
+    check_device_name(device)
+    check_storage("dtype", dtype)
     config = LlamaConfig(**_SHAPES[shape], eos_token_id=None, bos_token_id=None, dtype=dtype)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

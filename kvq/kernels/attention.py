@@ -76,6 +76,7 @@ def paged_attention(
         query_start_loc,
         scale,
         features,
+        return_lse,
         max_query_len,
         check,
     )

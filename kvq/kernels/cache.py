@@ -284,8 +284,8 @@ def reshape_and_cache(
     One launch for up to 256 tokens, three beyond it, and two more for each side with a trellis. No
     host synchronization unless `check` is on, so it can be captured in a CUDA graph.
     """
-    launch.check_device("key", key)
     check_cache_write(key, value, key_cache, value_cache, slot_mapping, check)
+    launch.check_device("key", key)
     num_tokens, num_heads = len(slot_mapping), key.shape[1]
     num_blocks, _, block_size = as_hnd(key_cache)[1].shape
     num_slots = num_blocks * block_size
@@ -395,8 +395,8 @@ def _scatter_blocks_kernel(
 
 def copy_blocks(cache: PagedKV, pairs: Tensor, *, check: bool | None = None) -> None:
     """Triton mirror of `kvq.reference.copy_blocks`; no synchronization unless `check` is on."""
-    launch.check_device("cache.codes", cache.codes)
     check_block_pairs(cache, pairs, check)
+    launch.check_device("cache.codes", cache.codes)
     if len(pairs) == 0:
         return
     codes, words = as_hnd(cache)

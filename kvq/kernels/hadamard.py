@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.checks import check_input
+from kvq.checks import check_bool, check_input, check_kind
 from kvq.kernels import launch
 from kvq.kernels.rows import (
     join_stride,
@@ -141,7 +141,8 @@ def hadamard_transform(x: Tensor, rotation: Rotation, *, inverse: bool = False) 
     check_input("x", x)
     launch.check_device("x", x)
     head_dim = x.shape[-1]
-    rotation.check(head_dim)
+    check_kind("rotation", rotation, Rotation).check(head_dim)
+    check_bool("inverse", inverse)
     flat = x.reshape(-1, head_dim)
     if flat.stride(1) != 1:
         flat = flat.contiguous()

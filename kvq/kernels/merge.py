@@ -81,8 +81,8 @@ def merge_attention(
     num_rows, dim = like_lse.numel(), like_output.shape[-1]
     if num_rows == 0:
         return AttentionOutput(output, log_sum_exp)
-    outputs = tuple(part.output.contiguous() for part in parts)
-    log_sum_exps = tuple(part.log_sum_exp.contiguous() for part in parts)
+    outputs = tuple(part.contiguous() for part, _ in parts)
+    log_sum_exps = tuple(part.contiguous() for _, part in parts)
     rows = launch.attention_rows(num_rows)
     _merge_kernel[(triton.cdiv(num_rows, rows),)](
         outputs,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.checks import check_dtype, check_tensor
+from kvq.checks import check_dtype, check_int, check_tensor
 from kvq.kernels import launch
 from kvq.kernels.rows import log2
 from kvq.modes import PACKINGS
@@ -139,6 +139,7 @@ def unpack_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     check_bits(bits)
     check_dtype("packed", check_tensor("packed", packed), torch.uint8)
     launch.check_device("packed", packed)
+    check_int("head_dim", head_dim)
     if packed.ndim == 0 or head_dim <= 0 or packed.shape[-1] * 8 != head_dim * bits:
         raise ValueError(
             f"packed must hold {head_dim} codes of {bits} bits along the last axis, "
@@ -153,7 +154,7 @@ def unpack_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
 
 def check_bits(bits: int) -> None:
     """Bits must have a packing."""
-    if bits not in PACKINGS:
+    if check_int("bits", bits) not in PACKINGS:
         raise ValueError(f"bits must be one of {PACKINGS}, got {bits!r}")
 
 

@@ -17,7 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.checks import check_dtype, check_input, check_same_device, check_tensor
+from kvq.checks import (
+    check_dtype,
+    check_input,
+    check_kind,
+    check_same_device,
+    check_tensor,
+)
 from kvq.codebooks import to_float32
 from kvq.kernels import launch
 from kvq.kernels.codebook import (
@@ -461,6 +467,7 @@ def quantize(x: Tensor, mode: Mode) -> QuantizedKV:
     """Triton mirror of `kvq.reference.quantize`; the same bits."""
     check_input("x", x)
     launch.check_device("x", x)
+    check_kind("mode", mode, Mode)
     check_rounding(mode)
     head_dim = x.shape[-1]
     row_bytes = mode.bytes_per_row(head_dim)
@@ -562,6 +569,7 @@ def _dequantize_kernel(
 
 def dequantize(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) -> Tensor:
     """Triton mirror of `kvq.reference.dequantize`; the same bits."""
+    check_kind("mode", mode, Mode)
     check_dtype("codes", check_tensor("codes", codes), torch.uint8)
     check_dtype("words", check_tensor("words", words), word_dtype(mode))
     launch.check_device("codes", codes)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvq.checks import check_values_are_there
 from kvq.reference.exact import dequantize_exact
 from kvq.reference.quantize import dequantize
 from kvq.tier import (
@@ -106,9 +107,11 @@ def paged_attention(
         query_start_loc,
         scale,
         features,
+        return_lse,
         max_query_len,
         check,
     )
+    check_values_are_there("query", query)
     key_words, value_codes = as_hnd(key_cache)[1], as_hnd(value_cache)[0]
     num_blocks, num_kv_heads, block_size = key_words.shape
     num_tokens, num_heads = query.shape[:2]
@@ -278,6 +281,7 @@ def merge_attention(
     the dtype of the log-sum-exp.
     """
     check_merge(parts, sink_logits)
+    check_values_are_there("parts", parts[0][0])
     logits = torch.stack([lse for _, lse in parts], dim=-1)  # [T, Hq, parts]
     outputs = torch.stack([output for output, _ in parts], dim=-2)  # [T, Hq, parts, Dv]
     visible = logits != -math.inf

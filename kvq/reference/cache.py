@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvq.checks import check_values_are_there
 from kvq.reference.quantize import quantize
 from kvq.tier import PagedKV, as_hnd, check_block_pairs, check_cache_write
 
@@ -42,6 +43,7 @@ def reshape_and_cache(
     Exactness: bit-exact across tiers.
     """
     check_cache_write(key, value, key_cache, value_cache, slot_mapping, check)
+    check_values_are_there("key", key)
     blocks, _, block_size = as_hnd(key_cache)[1].shape
     tokens = _last_writers(slot_mapping.to(torch.int64), blocks * block_size)
     slots = slot_mapping[tokens].to(torch.int64)
@@ -84,6 +86,7 @@ def copy_blocks(cache: PagedKV, pairs: Tensor, *, check: bool | None = None) -> 
     Exactness: bit-exact.
     """
     check_block_pairs(cache, pairs, check)
+    check_values_are_there("cache.codes", cache.codes)
     codes, words = as_hnd(cache)
     sources, targets = pairs.to(torch.int64).unbind(1)
     targets = targets.where((sources >= 0) & (sources < len(words)), -1)

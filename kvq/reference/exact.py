@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvq.checks import check_dtype, check_shape, check_tensor
+from kvq.checks import check_dtype, check_kind, check_shape, check_tensor
 from kvq.modes import Grid, Mode
 from kvq.reference import scaling
 from kvq.reference.hadamard import unrotate
@@ -41,7 +41,13 @@ def dequantize_exact(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) ->
     float32, and the sum of a float16 and of a 4-bit multiple of another. Undoing the rotation
     then rounds in float64.
     """
-    mode.check_head_dim(head_dim)
+    row_bytes = check_kind("mode", mode, Mode).bytes_per_row(head_dim)
+    check_dtype("codes", check_tensor("codes", codes), torch.uint8)
+    if codes.shape[-1:] != (row_bytes,):
+        raise ValueError(
+            f"codes must hold {head_dim} codes of {mode.bits} bits along the last axis, "
+            f"got shape {list(codes.shape)}"
+        )
     c = unpack_codes(codes, mode.bits, head_dim)
     check_dtype("words", check_tensor("words", words), word_dtype(mode))
     check_shape("words", words, tuple(codes.shape[:-1]), "one for each row of codes,")

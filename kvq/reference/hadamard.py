@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvq.checks import check_input
+from kvq.checks import (
+    check_bool,
+    check_device,
+    check_input,
+    check_int,
+    check_kind,
+    check_values_are_there,
+)
 from kvq.modes import Rotation
 
 #: Added to the seed, once per round: the sign tables of the rounds differ.
@@ -40,9 +47,10 @@ def hadamard_transform(x: Tensor, rotation: Rotation, *, inverse: bool = False) 
 
     Exactness: bit-exact across tiers and devices.
     """
-    check_input("x", x)
+    check_values_are_there("x", check_input("x", x))
     head_dim = x.shape[-1]
-    rotation.check(head_dim)
+    check_kind("rotation", rotation, Rotation).check(head_dim)
+    check_bool("inverse", inverse)
     y = x.to(torch.float32)
     if inverse:
         return unrotate(y * (1.0 / rotation.gain(head_dim)), rotation)
@@ -95,10 +103,12 @@ def signs(
 
     Exactness: bit-exact across tiers and devices.
     """
-    rotation.check(head_dim)
-    if not 0 <= round_index < rotation.rounds:
+    check_kind("rotation", rotation, Rotation).check(head_dim)
+    check_kind("dtype", dtype, torch.dtype)
+    if not 0 <= check_int("round_index", round_index) < rotation.rounds:
         raise ValueError(f"round_index must be below {rotation.rounds}, got {round_index}")
-    return _signs(head_dim, rotation, round_index, dtype, str(torch.device(device))).clone()
+    where = str(check_device("device", device))
+    return _signs(head_dim, rotation, round_index, dtype, where).clone()
 
 
 def _signs_like(x: Tensor, rotation: Rotation, round_index: int) -> Tensor:

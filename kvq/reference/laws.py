@@ -19,6 +19,8 @@ from scipy import stats
 from scipy.integrate import quad
 from scipy.special import betainc, ndtr
 
+from kvq.value_checks import check_kind, check_real
+
 Array: TypeAlias = npt.NDArray[np.float64]
 Function: TypeAlias = Callable[[Array], Array]
 
@@ -106,7 +108,7 @@ def law(text: str) -> Law:
     >>> law("t(df=5)").second_moment
     1.6666666666666667
     """
-    name, arguments, keywords = _parse(text)
+    name, arguments, keywords = _parse(check_kind("law", text, str))
     own = {"sphere": sphere, "signed_max": signed_max}
     distribution: Any = getattr(stats, name, None)
     if name not in own and not isinstance(distribution, stats.rv_continuous):
@@ -399,6 +401,7 @@ def _unparse(name: str, arguments: Iterable[float], keywords: Mapping[str, float
 
 
 def _check_head_dim(head_dim: float) -> int:
+    check_real("head_dim", head_dim)
     if not 2 <= head_dim <= _LARGEST_HEAD or head_dim != int(head_dim):
         raise ValueError(
             f"head_dim must be a whole number from 2 to {_LARGEST_HEAD}, got {head_dim}"

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import scipy
 from scipy.linalg import solve_banded
 
-from kvq.codebooks import MAX_LEVELS, Codebook, Provenance, Recipe
+from kvq.codebooks import MAX_LEVELS, Codebook, Provenance, Recipe, check_name
 from kvq.reference.laws import (
     Array,
     CellMoments,
@@ -37,6 +37,7 @@ from kvq.reference.laws import (
     signed_max,
     sphere,
 )
+from kvq.value_checks import check_bool, check_int, check_kind, check_number, check_optional
 
 __all__ = [
     "Certificate",
@@ -142,6 +143,9 @@ def fit(
     """
     known = as_law(law)
     _check_num_levels(num_levels)
+    check_optional("symmetric", symmetric, bool)
+    if name is not None:
+        check_name(name)
     held = known.symmetric if symmetric is None else symmetric
     if held and not known.symmetric:
         raise ValueError(f"symmetric must be False for a law that is not symmetric, got {known}")
@@ -186,6 +190,10 @@ def fit_samples(
     Exactness: deterministic; each level is the centroid of its cell to the rounding of float64.
     """
     _check_num_levels(num_levels)
+    check_bool("symmetric", symmetric)
+    check_kind("source", source, str)
+    name = f"samples_{num_levels}" if name is None else name
+    check_name(name)
     data = _float32_row("samples", samples)
     digest = hashlib.sha256(data.tobytes())
     counts = np.ones(data.size)
@@ -236,14 +244,28 @@ def fit_masses(
         data_sha256: SHA-256 (hex) of what the points and masses were made of, for the provenance.
 
     Raises:
-        ValueError: As for `fit_samples`.
+        ValueError: As for `fit_samples`; or the masses are not as many as the points, or not
+            positive and finite.
         TypeError: `num_levels` is not an int.
 
     Exactness: as for `fit_samples`.
     """
     _check_num_levels(num_levels)
+    check_bool("symmetric", symmetric)
+    name = f"samples_{num_levels}" if name is None else name
+    check_name(name)
+    if points.ndim != 1 or masses.shape != points.shape:
+        raise ValueError(
+            f"masses must be as many as the points of one axis, got {list(masses.shape)} "
+            f"for {list(points.shape)}"
+        )
     if not points.size:
         raise ValueError("samples must not be empty, got none")
+    for argument, numbers in (("points", points), ("masses", masses)):
+        if not np.isfinite(numbers).all():
+            raise ValueError(f"{argument} must be finite, got {numbers[~np.isfinite(numbers)][0]}")
+    if masses.min() <= 0:
+        raise ValueError(f"masses must be positive, got {masses.min()}")
     if points.min() == points.max():
         raise ValueError(f"samples must not all be equal, got only {points[0]}")
     points, shares = _distinct(np.abs(points) if symmetric else points, masses)
@@ -253,9 +275,9 @@ def fit_masses(
             f"for {points.size} distinct {'magnitudes' if symmetric else 'samples'}"
         )
     return _result(
-        name or f"samples_{num_levels}",
-        _fit_sample(_Sample(points, shares, _Shape(num_levels, bool(symmetric)))),
-        Recipe("samples", num_levels, bool(symmetric), weighted),
+        name,
+        _fit_sample(_Sample(points, shares, _Shape(num_levels, symmetric))),
+        Recipe("samples", num_levels, symmetric, weighted),
         Provenance(source, data_sha256, _versions()),
     )
 
@@ -292,10 +314,10 @@ def distortion_rate(num_levels: int, variance: float = 1.0) -> float:
         `variance / N^2`.
 
     Raises:
-        ValueError: `num_levels` is not 2 to 256.
+        ValueError: `num_levels` is not 2 to 256, or `variance` not positive and finite.
     """
     _check_num_levels(num_levels)
-    return variance / num_levels**2
+    return check_number("variance", variance, positive=True) / num_levels**2
 
 
 def gaussian_distortion(num_levels: int) -> float:
@@ -621,7 +643,13 @@ def _groups(points: Array, shares: Array) -> Indices:
 
 def _float32_row(argument: str, values: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """`values` as a row of finite float32 numbers; a negative zero is made positive."""
-    row = np.asarray(values)
+    try:
+        row = np.asarray(values)
+    # Lists of several lengths, and tensors that a gradient flows to or a GPU holds.
+    except (ValueError, TypeError, RuntimeError):
+        raise TypeError(
+            f"{argument} must be real numbers, got a {type(values).__name__}"
+        ) from None
     if not row.size:
         raise ValueError(f"{argument} must not be empty, got none")
     if row.dtype.kind not in "iuf":
@@ -680,9 +708,7 @@ def _result(name: str, found: _FixedPoint, recipe: Recipe, provenance: Provenanc
 
 
 def _check_num_levels(num_levels: int) -> None:
-    if not isinstance(num_levels, int) or isinstance(num_levels, bool):
-        raise TypeError(f"num_levels must be an int, got {type(num_levels).__name__}")
-    if not 2 <= num_levels <= MAX_LEVELS:
+    if not 2 <= check_int("num_levels", num_levels) <= MAX_LEVELS:
         raise ValueError(f"num_levels must be 2 to {MAX_LEVELS}, got {num_levels}")
 
 

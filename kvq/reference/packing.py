@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvq.checks import check_dtype, check_tensor
+from kvq.checks import check_dtype, check_int, check_tensor, check_values_are_there
 from kvq.modes import PACKINGS
 
 
@@ -33,6 +33,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """
     _check_bits(bits)
     check_dtype("codes", check_tensor("codes", codes), torch.uint8)
+    check_values_are_there("codes", codes)
     if codes.ndim == 0 or (codes.shape[-1] * bits) % 8:
         raise ValueError(
             f"codes must fill whole bytes with {bits}-bit codes along the last axis, "
@@ -66,6 +67,8 @@ def unpack_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     """
     _check_bits(bits)
     check_dtype("packed", check_tensor("packed", packed), torch.uint8)
+    check_values_are_there("packed", packed)
+    check_int("head_dim", head_dim)
     if packed.ndim == 0 or head_dim <= 0 or packed.shape[-1] * 8 != head_dim * bits:
         raise ValueError(
             f"packed must hold {head_dim} codes of {bits} bits along the last axis, "
@@ -80,7 +83,7 @@ def unpack_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
 
 
 def _check_bits(bits: int) -> None:
-    if bits not in PACKINGS:
+    if check_int("bits", bits) not in PACKINGS:
         raise ValueError(f"bits must be one of {PACKINGS}, got {bits!r}")
 
 

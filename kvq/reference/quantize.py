@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kvq.checks import check_dtype, check_input, check_tensor
+from kvq.checks import (
+    check_dtype,
+    check_input,
+    check_kind,
+    check_same_device,
+    check_tensor,
+    check_values_are_there,
+)
 from kvq.codebooks import Codebook
 from kvq.modes import LEVEL_GRIDS, Grid, Mode, Normalization, ScaleFit
 from kvq.reference import scaling
@@ -61,6 +68,7 @@ def quantize(x: Tensor, mode: Mode) -> QuantizedKV:
     Exactness: bit-exact across tiers and devices.
     Source: the int8, fp8, int4 and int2 modes follow vLLM #40633.
     """
+    check_kind("mode", mode, Mode)
     return _quantize(x, mode, half_away if mode.rounding is None else deterministic(mode.rounding))
 
 
@@ -78,7 +86,8 @@ def quantize_stochastic(x: Tensor, mode: Mode, generator: torch.Generator) -> Qu
     Raises:
         ValueError: The mode has a codebook.
     """
-    if mode.rounding is None:
+    check_kind("generator", generator, torch.Generator)
+    if check_kind("mode", mode, Mode).rounding is None:
         raise ValueError(f"mode must round to do so stochastically, got {mode.name}")
     return _quantize(x, mode, stochastic(generator))
 
@@ -101,8 +110,11 @@ def dequantize(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) -> Tenso
 
     Exactness: bit-exact across tiers and devices.
     """
+    check_kind("mode", mode, Mode)
     check_dtype("codes", check_tensor("codes", codes), torch.uint8)
     check_dtype("words", check_tensor("words", words), word_dtype(mode))
+    check_same_device("words", words, "codes", codes)
+    check_values_are_there("codes", codes)
     row_bytes = mode.bytes_per_row(head_dim)
     if codes.shape != (*words.shape, row_bytes):
         raise ValueError(
@@ -119,7 +131,7 @@ def dequantize(codes: Tensor, words: Tensor, mode: Mode, head_dim: int) -> Tenso
 
 
 def _quantize(x: Tensor, mode: Mode, rounder: Rounder) -> QuantizedKV:
-    check_input("x", x)
+    check_values_are_there("x", check_input("x", x))
     head_dim = x.shape[-1]
     row_bytes = mode.bytes_per_row(head_dim)
     flat = x.detach().reshape(-1, head_dim)

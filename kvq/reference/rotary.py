@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvq.checks import INPUT_DTYPES, check_dtype, check_same_device, check_shape, check_tensor
+from kvq.checks import (
+    INPUT_DTYPES,
+    check_bool,
+    check_dtype,
+    check_kind,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
 from kvq.rotary import RotarySpec, join_pairs, split_pairs
 
 
@@ -36,6 +44,8 @@ def apply_rotary(
     Source: Su et al., RoFormer, arXiv:2104.09864; attention factor: Peng et al., YaRN,
     arXiv:2309.00071.
     """
+    check_kind("spec", spec, RotarySpec)
+    check_bool("inverse", inverse)
     check_dtype("x", check_tensor("x", x), *INPUT_DTYPES, torch.float64)
     check_shape("x", x, (None, None, None), "[T, H, D]")
     check_dtype("positions", check_tensor("positions", positions), torch.int64)

@@ -143,7 +143,7 @@ def test_codes_past_the_last_level_read_as_the_last():
 
 CODES, WORDS = torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2)
 BAD = {
-    "codes dtype": (CODES.float(), WORDS, 32, TypeError, "packed must be uint8, got float32"),
+    "codes dtype": (CODES.float(), WORDS, 32, TypeError, "codes must be uint8, got float32"),
     "words dtype": (CODES, WORDS.double(), 32, TypeError, "words must be float32, got float64"),
     "words shape": (
         CODES,
@@ -152,7 +152,7 @@ BAD = {
         ValueError,
         "words must be one for each row of codes, of shape [2], got [3]",
     ),
-    "head_dim": (CODES, WORDS, 64, ValueError, "packed must hold 64 codes of 4 bits"),
+    "head_dim": (CODES, WORDS, 64, ValueError, "codes must hold 64 codes of 4 bits"),
     "rotation": (CODES, WORDS, 40, ValueError, "head_dim must be divisible by 16"),
 }
 

@@ -11,6 +11,8 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from kvq.checks import check_bool, check_int
+from kvq.integrations.models import check_config
 from kvq.integrations.transformers.layers import PackedLayer
 from kvq.integrations.transformers.memory import Memory, measure_memory
 from kvq.integrations.transformers.options import LayerModes, LayerOptions, layer_mode
@@ -92,15 +94,16 @@ class KVQuantCache(Cache):
                 attention, layers that share keys and values, or layers of a kind that is not
                 known; the message names it.
         """
-        decoder = config.get_text_config(decoder=True)
+        decoder = check_config(config).get_text_config(decoder=True)
         _check_config(config, decoder)
         for argument, value, least in (
             ("max_cache_len", 1 if max_cache_len is None else max_cache_len, 1),
             ("capacity", capacity, 0),
             ("block_size", block_size, 1),
         ):
-            if value < least:
-                raise ValueError(f"{argument} must be at least {least}, got {value}")
+            check_int(argument, value, least)
+        check_bool("full_precision_prompt", full_precision_prompt)
+        check_bool("offloading", offloading)
         self._shared = Shared(decoder, block_size, capacity)
         types, arguments = get_layer_types_and_kwargs(decoder)
         if isinstance(arguments, dict):  # Before 5.24: the same for every layer.

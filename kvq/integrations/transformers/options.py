@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from kvq.checks import check_bool, check_int, check_kind, check_optional
 from kvq.key_transforms import KeyTransform
 from kvq.modes import Mode
 from kvq.modes import mode as resolve_mode
@@ -38,10 +39,12 @@ class LayerOptions:
     key_transform: KeyTransform | None = None
 
     def __post_init__(self) -> None:
+        check_kind("key_mode", self.key_mode, Mode)
+        check_kind("value_mode", self.value_mode, Mode)
+        check_bool("full_precision_prompt", self.full_precision_prompt)
+        check_optional("key_transform", self.key_transform, KeyTransform)
         for argument in ("first_tokens", "recent_tokens", "slack"):
-            value = getattr(self, argument)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
+            value = check_int(argument, getattr(self, argument))
             if value < 0:
                 raise ValueError(f"{argument} must not be negative, got {value}")
 
@@ -72,10 +75,18 @@ def layer_mode(argument: str, modes: LayerModes, layer: int) -> Mode:
         found = modes[layer]
     elif isinstance(modes, Mode | str):
         found = modes
-    else:
+    elif callable(modes):
         found = modes(layer)
+    else:
+        raise TypeError(
+            f"{argument} must be a mode, its name, a mapping or a function, "
+            f"got {type(modes).__name__}"
+        )
     if not isinstance(found, Mode | str):
         raise TypeError(
             f"{argument} must be a mode or its name in layer {layer}, got {type(found).__name__}"
         )
-    return resolve_mode(found)
+    try:
+        return resolve_mode(found)
+    except ValueError as error:
+        raise ValueError(f"{argument}: {error}") from None

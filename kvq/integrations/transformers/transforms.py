@@ -46,8 +46,13 @@ def layer_transform(transforms: LayerTransforms, layer: int) -> KeyTransform | N
         found = transforms[layer]
     elif transforms is None or isinstance(transforms, KeyTransform):
         found = transforms
-    else:
+    elif callable(transforms):
         found = transforms(layer)
+    else:
+        raise TypeError(
+            "key_transforms must be a KeyTransform, a mapping or a function, "
+            f"got {type(transforms).__name__}"
+        )
     if found is not None and not isinstance(found, KeyTransform):
         raise TypeError(
             f"key_transforms must be a KeyTransform in layer {layer}, got {type(found).__name__}"
