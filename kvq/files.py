@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from kvq.checks import check_strings, check_tensor, check_text, check_values_are_there
@@ -63,8 +63,8 @@ def write_tensors(
         for name, tensor in tensors.items()
     }
     try:
-        save_file(contents, partial, {**metadata, SCHEMA_KEY: schema})
-        _sort_header(partial)
+        # Not the library's own `save_file`, which lets nobody else read the file.
+        partial.write_bytes(_sorted_header(save(contents, {**metadata, SCHEMA_KEY: schema})))
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
@@ -157,14 +157,13 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
         raise FileFormatError(path, f"cannot be read ({error.strerror})") from None
 
 
-def _sort_header(path: Path) -> None:
-    """Write the header with sorted keys: safetensors leaves the metadata in no fixed order."""
-    contents = path.read_bytes()
+def _sorted_header(contents: bytes) -> bytes:
+    """A file with sorted keys in its header: safetensors leaves the metadata in no fixed order."""
     end = 8 + int.from_bytes(contents[:8], "little")
     header = json.dumps(json.loads(contents[8:end]), sort_keys=True, separators=(",", ":"))
     encoded = header.encode()
     encoded += b" " * (-len(encoded) % 8)
-    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + contents[end:])
+    return len(encoded).to_bytes(8, "little") + encoded + contents[end:]
 
 
 def _read_schema(path: str | os.PathLike[str], schema: str) -> dict[str, str]:

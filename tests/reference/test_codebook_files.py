@@ -240,6 +240,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_codebook(tmp_path / "foreign")
 
 
+def test_others_may_read_what_was_written(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    save_codebook(tmp_path / "c", CODEBOOKS["gaussian_4"])
+    assert (tmp_path / "c").stat().st_mode == plain.stat().st_mode
+
+
 def test_codebooks_stay_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         GAUSSIAN.levels = ()  # type: ignore[misc]
