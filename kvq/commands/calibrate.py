@@ -7,6 +7,14 @@ from typing import Annotated, Final
 
 import typer
 
+from kvq.commands.model_options import (
+    ComputeDtype,
+    Device,
+    GgufFile,
+    LicenseNotes,
+    ModelPath,
+    TextSource,
+)
 from kvq.commands.options import check_output
 from kvq.commands.output import Json
 
@@ -18,10 +26,7 @@ EXAMPLES: Final = (
 
 def command(
     *,
-    model: Annotated[
-        Path,
-        typer.Option(help="Folder of a Hugging Face checkpoint on this disk, or a .gguf file."),
-    ],
+    model: ModelPath,
     text: Annotated[
         Path,
         typer.Option(
@@ -31,17 +36,11 @@ def command(
     out: Annotated[Path, typer.Option(help="The calibration file to write.")],
     windows: Annotated[int, typer.Option(help="Windows, evenly spread over the text.")] = 8,
     tokens: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
-    dtype: Annotated[str, typer.Option(help="What the model computes in.")] = "float32",
-    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
-    gguf_file: Annotated[
-        str | None, typer.Option(help="The .gguf file of the folder, if it has several.")
-    ] = None,
-    text_source: Annotated[
-        str, typer.Option(help="Where the text comes from, for the provenance.")
-    ] = "not stated",
-    license_notes: Annotated[
-        str, typer.Option(help="Under what terms model and text are, for the provenance.")
-    ] = "not stated",
+    dtype: ComputeDtype = "float32",
+    device: Device = "cpu",
+    gguf_file: GgufFile = None,
+    text_source: TextSource = "not stated",
+    license_notes: LicenseNotes = "not stated",
     json: Json = False,
 ) -> None:
     """Run a model over a text and write the means of its keys and the scales of its RoPE pairs.

@@ -8,6 +8,14 @@ from typing import Annotated, Final
 
 import typer
 
+from kvq.commands.model_options import (
+    ComputeDtype,
+    Device,
+    GgufFile,
+    LicenseNotes,
+    ModelPath,
+    TextSource,
+)
 from kvq.commands.options import check_output
 from kvq.commands.output import Json
 
@@ -19,10 +27,7 @@ EXAMPLES: Final = (
 
 def command(
     *,
-    model: Annotated[
-        Path,
-        typer.Option(help="Folder of a Hugging Face checkpoint on this disk, or a .gguf file."),
-    ],
+    model: ModelPath,
     text: Annotated[Path, typer.Option(help="A UTF-8 text file.")],
     out: Annotated[Path, typer.Option(help="The activation file to write.")],
     layers: Annotated[
@@ -39,20 +44,14 @@ def command(
     dtype: Annotated[
         str, typer.Option(help="How they are stored: float32, float16 or bfloat16.")
     ] = "float16",
-    compute_dtype: Annotated[str, typer.Option(help="What the model computes in.")] = "float32",
-    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
-    gguf_file: Annotated[
-        str | None, typer.Option(help="The .gguf file of the folder, if it has several.")
-    ] = None,
+    compute_dtype: ComputeDtype = "float32",
+    device: Device = "cpu",
+    gguf_file: GgufFile = None,
     require_rotary: Annotated[
         bool, typer.Option("--require-rotary", help="Refuse a RoPE that cannot be verified.")
     ] = False,
-    text_source: Annotated[
-        str, typer.Option(help="Where the text comes from, for the provenance.")
-    ] = "not stated",
-    license_notes: Annotated[
-        str, typer.Option(help="Under what terms model and text are, for the provenance.")
-    ] = "not stated",
+    text_source: TextSource = "not stated",
+    license_notes: LicenseNotes = "not stated",
     json: Json = False,
 ) -> None:
     """Run a model over a text and write the queries, keys and values of its attention layers.

@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from kvq.commands.model_options import (
+    ComputeDtype,
+    Device,
+    GgufFile,
+    LicenseNotes,
+    ModelPath,
+    TextSource,
+)
 from kvq.commands.options import check_output, check_output_folder
 from kvq.commands.output import Json, print_json, print_table, say
 
@@ -26,10 +34,7 @@ EXAMPLES: Final = (
 
 def command(
     *,
-    model: Annotated[
-        Path,
-        typer.Option(help="Folder of a Hugging Face checkpoint on this disk, or a .gguf file."),
-    ],
+    model: ModelPath,
     text: Annotated[
         Path, typer.Option(help="A UTF-8 text file; form feeds separate its documents.")
     ],
@@ -68,17 +73,11 @@ def command(
     position_offset: Annotated[
         int, typer.Option(help="The position of a window's first token, in full precision too.")
     ] = 0,
-    dtype: Annotated[str, typer.Option(help="What the model computes in.")] = "float32",
-    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
-    gguf_file: Annotated[
-        str | None, typer.Option(help="The .gguf file of the folder, if it has several.")
-    ] = None,
-    text_source: Annotated[
-        str, typer.Option(help="Where the text comes from, for the record.")
-    ] = "not stated",
-    license_notes: Annotated[
-        str, typer.Option(help="Under what terms model and text are, for the record.")
-    ] = "not stated",
+    dtype: ComputeDtype = "float32",
+    device: Device = "cpu",
+    gguf_file: GgufFile = None,
+    text_source: TextSource = "not stated",
+    license_notes: LicenseNotes = "not stated",
     json: Json = False,
 ) -> None:
     """Measure perplexity, divergence and agreement of a model on the packed cache.
