@@ -45,12 +45,7 @@ def _encode(
 
 @_encode.register_fake
 def _(
-    keys: Tensor,
-    mean: Tensor | None,
-    pair_scale: Tensor | None,
-    rows: Tensor,
-    rotary_dim: int,
-    interleaved: bool,
+    keys: Tensor, mean: Tensor | None, pair_scale: Tensor | None, rows: Tensor, *_: object
 ) -> Tensor:
     return rows.new_empty(keys.shape)
 
@@ -71,14 +66,7 @@ def _decode(
 
 
 @_decode.register_fake
-def _(
-    packed: Tensor,
-    mean: Tensor | None,
-    pair_scale: Tensor | None,
-    rows: Tensor,
-    rotary_dim: int,
-    interleaved: bool,
-) -> Tensor:
+def _(packed: Tensor, *_: object) -> Tensor:
     return packed.new_empty(packed.shape)
 
 
@@ -90,9 +78,7 @@ def _mean_logits(
 
 
 @_mean_logits.register_fake
-def _(
-    query: Tensor, mean: Tensor, rows: Tensor, rotary_dim: int, interleaved: bool, scale: float
-) -> Tensor:
+def _(query: Tensor, mean: Tensor, rows: Tensor, *_: object) -> Tensor:
     return rows.new_empty((*query.shape[:3], len(rows)))
 
 
