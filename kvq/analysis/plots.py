@@ -7,7 +7,7 @@ again. Bars are 95% confidence intervals.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -20,6 +20,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from kvq.analysis.labels import place_labels
 from kvq.analysis.summary import select
 from kvq.modes import short_name
 
@@ -119,54 +120,13 @@ def quality_against_size(summary: pd.DataFrame, labels: Labels | None = None) ->
     axes.set(
         xlabel="stored bits per value, everything counted",
         ylabel="relative squared error of the attention output",
-        xlim=(0.0, float(x.max()) + 2.0),
+        xlim=(0.0, float(x.max()) + 1.0),
     )
     axes.margins(y=0.08)
     _logarithmic(axes, "y")
-    low, high = (math.log10(edge) for edge in axes.get_ylim())
-    spacing = (high - low) * 0.032
-    for bits in np.unique(np.round(x, 1)):
-        group = np.flatnonzero(np.round(x, 1) == bits)
-        group = group[np.argsort(y[group], kind="stable")]
-        wanted = np.log10(y[group])
-        for index, height in zip(group, _spread(wanted, spacing), strict=True):
-            axes.annotate(
-                label(summary["mode"].iloc[index], labels),
-                xy=(x[index], y[index]),
-                xytext=(x[index] + 0.28, 10.0**height),
-                va="center",
-                fontsize=7.5,
-                arrowprops={
-                    "arrowstyle": "-",
-                    "color": "#AAAAAA",
-                    "lw": 0.6,
-                    "relpos": (0.0, 0.5),
-                    "shrinkA": 0,
-                    "shrinkB": 4,
-                },
-            )
+    names = [label(mode, labels) for mode in summary["mode"]]
+    place_labels(axes, list(zip(x, y, names, strict=True)), fontsize=7.0)
     return figure
-
-
-def _spread(wanted: np.ndarray[Any, np.dtype[np.float64]], spacing: float) -> list[float]:
-    """Ascending numbers moved apart until neighbors are `spacing` away, around where they were."""
-    groups: list[list[float]] = []
-    for value in wanted:
-        groups.append([float(value)])
-        while len(groups) > 1 and _top(groups[-2], spacing) + spacing > _bottom(
-            groups[-1], spacing
-        ):
-            last = groups.pop()
-            groups[-1] += last
-    return [_bottom(group, spacing) + spacing * i for group in groups for i in range(len(group))]
-
-
-def _bottom(group: Sequence[float], spacing: float) -> float:
-    return sum(group) / len(group) - spacing * (len(group) - 1) / 2
-
-
-def _top(group: Sequence[float], spacing: float) -> float:
-    return sum(group) / len(group) + spacing * (len(group) - 1) / 2
 
 
 def error_against_theory(

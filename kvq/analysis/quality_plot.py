@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from kvq.analysis.labels import place_labels
+
 _POINT = "#2d6cdf"
 _BEST = "#c23616"
 
@@ -41,20 +43,13 @@ def quality_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
         axes.plot(
             [bits[i] for i in front], [loss[i] for i in front], "-", lw=1.0, color=_BEST, zorder=0
         )
-        for i, row in enumerate(shown):
-            axes.annotate(
-                row["recipe"].replace("_per_token_head", ""),
-                (bits[i], loss[i]),
-                xytext=(4, 3),
-                textcoords="offset points",
-                fontsize=6,
-                color=_BEST if i in front else "black",
-            )
         if shown:
             axes.set_yscale("log")
         axes.set_xlabel("bits per value, words counted")
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.25, which="both")
+        names = [row["recipe"].replace("_per_token_head", "") for row in shown]
+        place_labels(axes, list(zip(bits, loss, names, strict=True)), fontsize=6)
     return figure
 
 

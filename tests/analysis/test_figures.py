@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from kvq.analysis import plots
+from kvq.analysis.labels import place_labels
 from kvq.analysis.measure import Settings
 from kvq.analysis.samples import synthetic_activations
 from kvq.data import embedded_sample
@@ -29,11 +32,22 @@ def test_labels_fall_back_to_the_short_name() -> None:
     assert style.LABELS.keys() <= MODES.keys()
 
 
-@pytest.mark.parametrize("wanted", [[0.0, 0.0, 0.0], [0.0, 5.0, 5.1, 9.0], [1.0], []])
-def test_labels_that_would_overlap_are_moved_apart(wanted: list[float]) -> None:
-    found = plots._spread(np.array(wanted), 1.0)
-    assert all(b - a > 1.0 - 1e-9 for a, b in pairwise(found))
-    assert np.sum(found) == pytest.approx(np.sum(wanted))
+@pytest.mark.parametrize("number", [1, 2, 12])
+def test_labels_of_points_that_lie_on_each_other_do_not(number: int) -> None:
+    figure = Figure(figsize=(4.0, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set(xlim=(0, 1), ylim=(1e-3, 1), yscale="log")
+    points = [(0.9 + 0.002 * i, 0.5) for i in range(number)]
+    place_labels(axes, [(x, y, f"label {i}") for i, (x, y) in enumerate(points)])
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
+    assert [text.get_text() for text in axes.texts] == [f"label {i}" for i in range(number)]
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    inside = axes.get_window_extent()
+    assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 for box in boxes)
+    for box in boxes:
+        for point in axes.transData.transform(points):
+            assert not box.contains(*point)
 
 
 def test_marks_stand_at_the_numbers_and_bars_at_95_percent() -> None:
