@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json as jsonlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from kvq.commands.options import check_alone, load_input, load_mode
+from kvq.commands.options import check_alone, check_output, load_input, load_mode
 from kvq.commands.output import Json, print_json, print_table, say
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ def command(
             "the predicted error among them, rank its recipes."
         ),
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --check: keep the correlations in this JSON file.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Choose the mode of each side and layer with the least predicted output error.
@@ -58,9 +62,12 @@ def command(
         raise ValueError("one of --bits and --check must be given, and not both")
     if check is not None:
         check_alone("--check", "with", mode=mode)
+    else:
+        check_alone("--bits", "with", out=out)
+    check_output("out", out)
     activations, name = load_input(source)
     if check is not None:
-        _check(activations, check, json=json)
+        _check(activations, name, check, out, json=json)
         return
     from kvq.modes import MODES
 
@@ -114,12 +121,22 @@ def _recommend(
         )
 
 
-def _check(activations: Activations, path: Path, *, json: bool) -> None:
+def _check(
+    activations: Activations, name: str, path: Path, out: Path | None, *, json: bool
+) -> None:
     from kvq.analysis.ranking import cheap_metrics, rank_correlations
+    from kvq.analysis.results import write_result
 
     judged = read_judged(path)
     table = cheap_metrics(activations, judged)
     found = rank_correlations(table)
+    if out is not None:
+        inputs = {"activations": name, "evaluation": path.name, "recipes": list(table["recipe"])}
+        command = " ".join(["kvq", *sys.argv[1:]])
+        records = [
+            {str(key): cell for key, cell in row.items()} for row in found.to_dict("records")
+        ]
+        write_result(out, "kvq-ranking/1", command, records, inputs=inputs)
     if json:
         print_json({"recipes": table.to_dict("records"), "ranking": found.to_dict("records")})
         return

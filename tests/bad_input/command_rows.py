@@ -296,6 +296,8 @@ LINES: Final[dict[str, list[Line]]] = {
         bad("--check", "--check {number}", "{number}: not a result of kvq eval (...)"),
         bad("--check", "--check {deep}", "{deep}: not a result of kvq eval (...)"),
         bad("--check", "--check {latin}", "{latin}: not a result of kvq eval (...)"),
+        *outputs("--out", "--check {other}"),
+        bad("--out", "--bits 4 --out {out}", "out must be left out with --bits, got {out}"),
     ],
     "capture": [
         *on_a_model("--out {out}"),
