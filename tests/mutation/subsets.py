@@ -1,0 +1,160 @@
+"""Which tests answer for which file, the quickest first, and how many mutants are made of it.
+
+The tests of a file finish in seconds: where a test of the suite takes longer, some of its cases
+stand here by name. The order of the files is that of the results.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Subset(NamedTuple):
+    """The tests of a file."""
+
+    #: Mutants that are made of the file, beside those written by hand.
+    sample: int
+    #: Arguments of pytest.
+    tests: tuple[str, ...]
+
+
+def _cases(test: str, *cases: str) -> tuple[str, ...]:
+    return tuple(f"{test}[{case}]" for case in cases)
+
+
+_REFERENCE: Final = "tests/reference/test_"
+#: The write path against the oracle: a variant of every part, and rows that are not ordinary.
+_ROWS: Final = (
+    f"{_REFERENCE}rounding.py",
+    f"{_REFERENCE}scaling.py",
+    f"{_REFERENCE}quantize_roundings.py",
+    *_cases(
+        f"{_REFERENCE}quantize.py::test_planted_rows_have_the_oracles_bits",
+        *(
+            f"128-torch.float32-{stem}_per_token_head"
+            for stem in (
+                *("int4", "int8", "fp8", "int2", "affine4", "lloyd3_unbiased_w16"),
+                *("smax2_search_norm_match_w16", "lloyd4_search", "trellis2"),
+            )
+        ),
+    ),
+    f"{_REFERENCE}quantize.py::test_modes_that_anybody_can_make_have_the_oracles_bits",
+    f"{_REFERENCE}quantize.py::test_refusals",
+    f"{_REFERENCE}quantize.py::test_a_batch_larger_than_a_chunk_equals_its_parts",
+    f"{_REFERENCE}quantize.py::test_a_tensor_that_requires_grad_is_stored_without_its_graph",
+    f"{_REFERENCE}quantize.py::test_thresholds_belong_to_the_level_above",
+    f"{_REFERENCE}quantize_rows.py",
+    f"{_REFERENCE}search.py::test_of_equal_merits_the_first_wins",
+)
+_TABLES: Final = (
+    "tests/test_modes.py",
+    f"{_REFERENCE}trellis.py",
+    *_cases(
+        f"{_REFERENCE}digests.py::test_known_codes_words_and_values",
+        *(f"cpu-128_channels-{stem}_per_token_head" for stem in ("int4",)),
+    ),
+)
+_CACHE: Final = "tests/parity/test_cache.py"
+_LIMITS: Final = "tests/parity/test_cache_limits.py"
+#: The kernels against the reference.
+_PARITY: Final = (
+    "tests/parity/test_quantize.py::test_every_byte",
+    "tests/parity/test_quantize.py::test_bad_input",
+    "tests/parity/test_quantize.py::test_no_rows",
+    *_cases(
+        "tests/parity/test_quantize.py::test_planted_rows",
+        *(
+            f"{stem}_per_token_head"
+            for stem in (
+                *("int4", "int8", "fp8", "int2", "affine4", "lloyd1", "lloyd2_norm_match"),
+                *("lloyd3_unbiased_w16", "lloyd4", "smax2_search_norm_match_w16", "smax3"),
+                *("smax4_search", "lloyd4_search"),
+            )
+        ),
+    ),
+    "tests/parity/test_quantize.py::test_hadamard_transform",
+)
+_PAGES: Final = "tests/parity/test_attention.py"
+_ATTENTION: Final = (
+    f"{_PAGES}::test_empty_batches",
+    f"{_PAGES}::test_no_blocks_at_all",
+    f"{_PAGES}::test_the_output_alone",
+    f"{_PAGES}::test_queries_of_no_sequence_see_nothing",
+    f"{_PAGES}::test_a_table_that_is_too_narrow",
+    f"{_PAGES}::test_a_block_that_does_not_exist",
+    f"{_PAGES}::test_a_short_bias_ends",
+    f"{_PAGES}::test_large_queries_and_small_ones",
+    f"{_PAGES}::test_views_and_index_dtypes_change_no_bit",
+    f"{_PAGES}::test_scales_that_change_from_tile_to_tile",
+    f"{_PAGES}::test_nothing_visible_is_zero_even_for_a_nan_query",
+    f"{_PAGES}::test_a_nan_value_counts_even_where_its_weight_vanishes",
+    f"{_PAGES}::test_companions_do_not_change_a_bit",
+    f"{_PAGES}::test_what_is_hidden_may_be_anything",
+    f"{_PAGES}::test_a_nan_row_reaches_who_sees_it",
+    f"{_PAGES}::test_many_splits",
+    f"{_PAGES}::test_a_covering_array",
+)
+
+#: By file.
+SUBSETS: Final[dict[str, Subset]] = {
+    "kvq/codebooks.py": Subset(
+        30,
+        (
+            "tests/test_modes.py",
+            f"{_REFERENCE}codebook_files.py::test_faults",
+            f"{_REFERENCE}lloyd_max.py",
+        ),
+    ),
+    "kvq/trellis.py": Subset(30, _TABLES),
+    "kvq/scale_word.py": Subset(22, _ROWS),
+    "kvq/modes.py": Subset(40, ("tests/test_modes.py", *_ROWS)),
+    "kvq/reference/scaling.py": Subset(25, _ROWS),
+    "kvq/reference/rounding.py": Subset(25, _ROWS),
+    "kvq/reference/packing.py": Subset(25, (f"{_REFERENCE}packing.py",)),
+    "kvq/reference/hadamard.py": Subset(25, (f"{_REFERENCE}hadamard.py",)),
+    "kvq/reference/quantize.py": Subset(40, _ROWS),
+    "kvq/reference/trellis.py": Subset(
+        25,
+        (
+            f"{_REFERENCE}trellis.py",
+            *_cases(
+                f"{_REFERENCE}quantize.py::test_planted_rows_have_the_oracles_bits",
+                "128-torch.float32-trellis2_per_token_head",
+                "128-torch.float32-trellis3_per_token_head",
+            ),
+        ),
+    ),
+    "kvq/reference/exact.py": Subset(12, (f"{_REFERENCE}exact.py",)),
+    "kvq/reference/cache.py": Subset(15, (f"{_REFERENCE}cache.py",)),
+    "kvq/reference/attention.py": Subset(35, (f"{_REFERENCE}attention.py",)),
+    "kvq/reference/rotary.py": Subset(10, (f"{_REFERENCE}rotary.py",)),
+    "kvq/reference/key_transforms.py": Subset(
+        20,
+        (
+            f"{_REFERENCE}key_transforms.py",
+            f"--deselect={_REFERENCE}key_transforms.py::test_attention_is_within_its_budget",
+        ),
+    ),
+    "kvq/reference/laws.py": Subset(20, (f"{_REFERENCE}laws.py", f"{_REFERENCE}lloyd_max.py")),
+    "kvq/reference/lloyd_max.py": Subset(
+        20, (f"{_REFERENCE}lloyd_max.py", f"{_REFERENCE}lloyd_max_samples.py")
+    ),
+    "kvq/kernels/rounding.py": Subset(10, _PARITY),
+    "kvq/kernels/scaling.py": Subset(0, _PARITY),
+    "kvq/kernels/rows.py": Subset(2, _PARITY),
+    "kvq/kernels/packing.py": Subset(20, _PARITY),
+    "kvq/kernels/hadamard.py": Subset(15, _PARITY),
+    "kvq/kernels/codebook.py": Subset(3, _PARITY),
+    "kvq/kernels/quantize.py": Subset(25, _PARITY),
+    "kvq/kernels/trellis.py": Subset(8, ("tests/parity/test_trellis.py",)),
+    "kvq/kernels/cache.py": Subset(20, (_LIMITS, _CACHE)),
+    "kvq/kernels/merge.py": Subset(8, ("tests/parity/test_merge.py",)),
+    "kvq/kernels/operands.py": Subset(35, _ATTENTION),
+    "kvq/kernels/trellis_operands.py": Subset(15, ("tests/parity/test_trellis.py",)),
+    "kvq/kernels/attention.py": Subset(30, _ATTENTION),
+    "kvq/kernels/attention_loop.py": Subset(6, _ATTENTION),
+    "kvq/kernels/attention_tile.py": Subset(4, _ATTENTION),
+    "kvq/kernels/attention_pages.py": Subset(6, _ATTENTION),
+    "kvq/kernels/attention_ends.py": Subset(8, _ATTENTION),
+    "kvq/kernels/launch.py": Subset(20, _ATTENTION),
+}
