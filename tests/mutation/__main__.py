@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.mutation.listed import equivalent, kernel_mutants
 from tests.mutation.operators import Mutant, mutants, sample
-from tests.mutation.runner import ROOT, Outcome, run
+from tests.mutation.runner import ROOT, Outcome, Runner
 from tests.mutation.subsets import SUBSETS
 
 SCHEMA = "kvq-mutation/1"
@@ -22,29 +22,29 @@ SCHEMA = "kvq-mutation/1"
 def main() -> int:
     """The command; 1 if a mutant survives that is not known to change nothing."""
     options = _options()
-    by_hand = kernel_mutants()
+    chosen = {file: found for file in SUBSETS if (found := _choose(file, options))}
+    if options.list:
+        for found in chosen.values():
+            print(*found, sep="\n")
+        return 0
     reasons = equivalent()
-    rows = []
-    for file, subset in SUBSETS.items():
-        if not any(text in file for text in options.only):
-            continue
-        found = mutants(file, (ROOT / file).read_text(encoding="utf-8"))
-        number = subset.sample if options.sample is None else options.sample
-        chosen = [
-            mutant
-            for mutant in (
-                *sample(found, number, options.seed),
-                *(mutant for mutant in by_hand if mutant.file == file),
-            )
-            if options.change in str(mutant)
-        ]
-        if options.list:
-            print(*chosen, sep="\n")
-        elif chosen:
-            rows.append(_run_file(file, chosen, subset.tests, options.jobs, reasons))
+    with tempfile.TemporaryDirectory() as scratch:
+        runner = Runner(options.jobs, Path(scratch))
+        rows = [_run_file(file, chosen[file], runner, reasons) for file in chosen]
     if options.out is not None and rows:
         _write(options.out, rows, f"python -m tests.mutation {shlex.join(sys.argv[1:])}")
     return int(any(row["survivors"] for row in rows))
+
+
+def _choose(file: str, options: argparse.Namespace) -> list[Mutant]:
+    """The mutants of a file that are to run."""
+    if not any(text in file for text in options.only):
+        return []
+    found = mutants(file, (ROOT / file).read_text(encoding="utf-8"))
+    number = SUBSETS[file].sample if options.sample is None else options.sample
+    by_hand = [mutant for mutant in kernel_mutants() if mutant.file == file]
+    chosen = [*sample(found, number, options.seed), *by_hand]
+    return [mutant for mutant in chosen if options.change in str(mutant)]
 
 
 def _options() -> argparse.Namespace:
@@ -60,17 +60,16 @@ def _options() -> argparse.Namespace:
 
 
 def _run_file(
-    file: str, chosen: list[Mutant], tests: tuple[str, ...], jobs: int, reasons: dict[str, str]
+    file: str, chosen: list[Mutant], runner: Runner, reasons: dict[str, str]
 ) -> dict[str, object]:
     """The row of a file; mutants and what killed them are printed."""
     started = time.monotonic()
     outcomes = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for outcome in run(chosen, tests, jobs, Path(scratch)):
-            outcomes.append(outcome)
-            print(f"{outcome.verdict:8} {outcome.seconds:5.1f} s  {outcome.mutant}", flush=True)
-            if outcome.killed:
-                print(" " * 18 + outcome.test)
+    for outcome in runner.run(chosen, SUBSETS[file].tests):
+        outcomes.append(outcome)
+        print(f"{outcome.verdict:8} {outcome.seconds:5.1f} s  {outcome.mutant}", flush=True)
+        if outcome.killed:
+            print(" " * 18 + outcome.test)
     row = _row(file, outcomes, reasons)
     print(f"{_score(row)}  {time.monotonic() - started:.0f} s", flush=True)
     return row

@@ -96,6 +96,11 @@ _MEMBERS: Final = {
     "ScaleFit": ("UNIT", "LEAST_SQUARES", "NORM_MATCH", "UNBIASED"),
     "StoredWord": ("FLOAT32", "FLOAT32_ZERO_POINT", "FLOAT16_PAIR", "FLOAT16"),
 }
+_NEXT: Final = {
+    (kind, member): following
+    for kind, members in _MEMBERS.items()
+    for member, following in zip(members, members[1:] + members[:1], strict=True)
+}
 #: Float32 numbers as hexadecimal words: the codebooks.
 _WORDS: Final = re.compile(r"[0-9a-f]{8}(?: [0-9a-f]{8})* ?")
 
@@ -126,9 +131,8 @@ def mutants(file: str, text: str) -> list[Mutant]:
         assert node.end_col_offset is not None
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
-        if isinstance(node, ast.expr):
-            new = f"({new})"
-        found.append(Mutant(file, line, name, start, end, new))
+        whole = f"({new})" if isinstance(node, ast.expr) else new
+        found.append(Mutant(file, line, name, start, end, whole))
     return found
 
 
@@ -223,9 +227,8 @@ def _of_expression(node: ast.expr) -> Iterator[ast.expr]:
         case ast.Constant(value=value):
             for other in _other_constants(value):
                 yield ast.Constant(other)
-        case ast.Attribute(value=ast.Name(id=kind), attr=member) if member in _MEMBERS.get(kind, ()):
-            members = _MEMBERS[kind]
-            new.attr = members[(members.index(member) + 1) % len(members)]
+        case ast.Attribute(value=ast.Name(id=kind), attr=member) if (kind, member) in _NEXT:
+            new.attr = _NEXT[kind, member]
             yield new
         case ast.Call(func=ast.Name(id=name) as function) if name in _NAMES:
             function.id = _NAMES[name]

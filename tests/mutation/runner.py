@@ -6,6 +6,7 @@ project, so a mutant costs its tests and little else. Python writes no bytecode 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,7 +32,9 @@ ROOT: Final = Path(__file__).parents[2]
 _PRELOADED: Final = (
     *("torch", "numpy", "scipy.stats", "scipy.optimize", "scipy.integrate", "scipy.special"),
     *("triton", "triton.language", "triton.runtime.interpreter"),
-    *("pytest", "hypothesis", "safetensors.torch"),
+    *("pytest", "doctest", "unittest.mock", "hypothesis", "hypothesis.strategies"),
+    *("hypothesis.internal.conjecture.engine", "hypothesis.internal.entropy"),
+    *("safetensors.torch", "torch.nn.functional"),
 )
 #: What a mutant may take, in CPU time of its tests without a change, and at least, in seconds. A
 #: loop that no longer ends is killed by it; so is one that asks for too much memory.
@@ -65,49 +68,57 @@ class _Slot:
     tree: Path
     process: BaseProcess | None = None
     mutant: Mutant | None = None
-    original: str = ""
     started: float = 0.0
-    deadline: float = field(default=0.0)
+    deadline: float = 0.0
 
     @property
     def log(self) -> Path:
         return self.tree.with_suffix(".log")
 
 
-def run(
-    mutants: Iterable[Mutant], tests: Sequence[str], jobs: int, scratch: Path
-) -> Iterator[Outcome]:
-    """The outcome of each mutant, as they come.
+class Runner:
+    """Copies of the tree, and what tests take in them."""
 
-    Args:
-        mutants: Of any files.
-        tests: Arguments of pytest: what should kill them, the quickest first.
-        jobs: How many at a time.
-        scratch: A directory for copies of the tree.
+    def __init__(self, jobs: int, scratch: Path) -> None:
+        """Copy the tree.
 
-    Raises:
-        RuntimeError: The tests fail without a change, or pytest could not run them.
-    """
-    preload()
-    slots = [_Slot(copy_tree(scratch / f"tree{i}")) for i in range(jobs)]
-    limit = max(_LEAST_TIME, round(_MOST_TIME * _unchanged(slots[0], tests)))
-    for slot in slots[1:]:
-        # The bytecode of the run without a change.
-        shutil.copytree(slots[0].tree, slot.tree, dirs_exist_ok=True)
-    waiting = deque(mutants)
-    while waiting or any(slot.process for slot in slots):
-        for slot in slots:
-            if slot.process is None and waiting:
-                _start(slot, waiting.popleft(), tests, limit)
-        running = [slot for slot in slots if slot.process is not None]
-        wait([slot.process.sentinel for slot in running if slot.process], timeout=1.0)
-        for slot in running:
-            assert slot.process is not None
-            if slot.process.is_alive() and time.monotonic() > slot.deadline:
-                os.killpg(slot.process.pid or 0, 9)
-                slot.process.join()
-            if not slot.process.is_alive():
-                yield _finish(slot)
+        Args:
+            jobs: How many mutants are tested at a time.
+            scratch: An empty directory.
+        """
+        preload()
+        self._slots = [_Slot(copy_tree(scratch / f"tree{i}")) for i in range(jobs)]
+        self._limits: dict[tuple[str, ...], int] = {}
+
+    def run(self, mutants: Iterable[Mutant], tests: tuple[str, ...]) -> Iterator[Outcome]:
+        """The outcome of each mutant, as they come.
+
+        Args:
+            mutants: Of any files.
+            tests: Arguments of pytest: what should kill them, the quickest first.
+
+        Raises:
+            RuntimeError: The tests fail without a change, or pytest could not run them.
+        """
+        if tests not in self._limits:
+            needed = _MOST_TIME * _unchanged(self._slots[0], tests)
+            self._limits[tests] = max(_LEAST_TIME, round(needed))
+            for slot in self._slots[1:]:
+                shutil.copytree(self._slots[0].tree, slot.tree, dirs_exist_ok=True)
+        waiting = deque(mutants)
+        while waiting or any(slot.process for slot in self._slots):
+            for slot in self._slots:
+                if slot.process is None and waiting:
+                    _start(slot, waiting.popleft(), tests, self._limits[tests])
+            running = [slot for slot in self._slots if slot.process is not None]
+            wait([slot.process.sentinel for slot in running if slot.process], timeout=1.0)
+            for slot in running:
+                assert slot.process is not None
+                if slot.process.is_alive() and time.monotonic() > slot.deadline:
+                    os.killpg(slot.process.pid or 0, 9)
+                    slot.process.join()
+                if not slot.process.is_alive():
+                    yield _finish(slot)
 
 
 def preload() -> None:
@@ -119,6 +130,9 @@ def preload() -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
+    # The garbage collector of a fork has its own objects to look at and no others.
+    gc.collect()
+    gc.freeze()
 
 
 def copy_tree(to: Path) -> Path:
@@ -138,7 +152,7 @@ def copy_tree(to: Path) -> Path:
 
 
 def _unchanged(slot: _Slot, tests: Sequence[str]) -> float:
-    """CPU time of the tests without a change."""
+    """CPU time of the tests without a change; bytecode is written for the runs after it."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     process = _fork(slot, tests, 3600, writes_bytecode=True)
     process.join()
@@ -152,13 +166,14 @@ def _unchanged(slot: _Slot, tests: Sequence[str]) -> float:
 
 
 def _start(slot: _Slot, mutant: Mutant, tests: Sequence[str], limit: int) -> None:
+    slot.mutant = mutant
     path = slot.tree / mutant.file
-    slot.mutant, slot.original = mutant, path.read_text(encoding="utf-8")
-    path.write_text(mutant.apply(slot.original), encoding="utf-8")
-    # Bytecode knows its source by size and second, which may be those of a mutant.
-    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+    path.rename(path.with_suffix(".original"))
+    text = path.with_suffix(".original").read_text(encoding="utf-8")
+    # Written now, so the bytecode of the original, which knows its time, is not taken for it.
+    path.write_text(mutant.apply(text), encoding="utf-8")
+    slot.deadline = time.monotonic() + _MOST_WALL * limit
     slot.started = time.monotonic()
-    slot.deadline = slot.started + _MOST_WALL * limit
     slot.process = _fork(slot, tests, limit, writes_bytecode=False)
 
 
@@ -167,7 +182,8 @@ def _finish(slot: _Slot) -> Outcome:
     assert slot.process is not None
     assert slot.mutant is not None
     mutant, code = slot.mutant, slot.process.exitcode
-    (slot.tree / mutant.file).write_text(slot.original, encoding="utf-8")
+    path = slot.tree / mutant.file
+    path.with_suffix(".original").replace(path)
     slot.process, slot.mutant = None, None
     log = slot.log.read_text(encoding="utf-8", errors="replace")
     if code is None or code in (3, 4, 5):
@@ -212,7 +228,9 @@ def _test(
     if found is None or not str(found.origin).startswith(str(tree)):
         os._exit(4)
     pytest = importlib.import_module("pytest")
-    code = pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *tests])
+    code = pytest.main(
+        ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    )
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(int(code))

@@ -34,7 +34,7 @@ _ROWS: Final = (
             f"128-torch.float32-{stem}_per_token_head"
             for stem in (
                 *("int4", "int8", "fp8", "int2", "affine4", "lloyd3_unbiased_w16"),
-                *("smax2_search_norm_match_w16", "lloyd4_search", "trellis2"),
+                *("smax2_search_norm_match_w16", "lloyd4"),
             )
         ),
     ),
@@ -66,9 +66,8 @@ _PARITY: Final = (
         *(
             f"{stem}_per_token_head"
             for stem in (
-                *("int4", "int8", "fp8", "int2", "affine4", "lloyd1", "lloyd2_norm_match"),
-                *("lloyd3_unbiased_w16", "lloyd4", "smax2_search_norm_match_w16", "smax3"),
-                *("smax4_search", "lloyd4_search"),
+                *("int2", "int4", "affine4", "int8", "fp8", "lloyd1", "lloyd2_norm_match"),
+                *("lloyd3_unbiased_w16", "lloyd4", "smax3", "smax2_search_norm_match_w16"),
             )
         ),
     ),
@@ -102,7 +101,8 @@ SUBSETS: Final[dict[str, Subset]] = {
         (
             "tests/test_modes.py",
             f"{_REFERENCE}codebook_files.py::test_faults",
-            f"{_REFERENCE}lloyd_max.py",
+            f"{_REFERENCE}lloyd_max.py::test_what_ships_is_what_its_recipe_fits",
+            f"{_REFERENCE}lloyd_max.py::test_name_recipe_and_provenance",
         ),
     ),
     "kvq/trellis.py": Subset(30, _TABLES),
