@@ -30,9 +30,11 @@ def main() -> int:
     reasons = equivalent()
     with tempfile.TemporaryDirectory() as scratch:
         runner = Runner(options.jobs, Path(scratch))
-        rows = [_run_file(file, chosen[file], runner, reasons) for file in chosen]
-    if options.out is not None and rows:
-        _write(options.out, rows, f"python -m tests.mutation {shlex.join(sys.argv[1:])}")
+        rows = []
+        for file, found in chosen.items():
+            rows.append(_run_file(file, found, runner, reasons))
+            if options.out is not None:
+                _write(options.out, rows)
     return int(any(row["survivors"] for row in rows))
 
 
@@ -100,7 +102,7 @@ def _score(row: dict[str, object]) -> str:
     )
 
 
-def _write(path: Path, rows: list[dict[str, object]], command: str) -> None:
+def _write(path: Path, rows: list[dict[str, object]]) -> None:
     """Write the rows of files, and of all together first."""
     from kvq.analysis.results import write_result
 
@@ -118,6 +120,7 @@ def _write(path: Path, rows: list[dict[str, object]], command: str) -> None:
         },
         "survivors": [name for row in rows for name in row["survivors"]],  # type: ignore[attr-defined]
     }
+    command = f"python -m tests.mutation {shlex.join(sys.argv[1:])}"
     write_result(path, SCHEMA, command, [total, *rows])
     print(_score(total))
 
