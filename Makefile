@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: report figures test test-all lint types format readme wheel clean
+.PHONY: report figures test test-all mutation lint types format readme wheel clean
 
 ## The main job, on the embedded sample: writes ./report.
 report: $(VENV)/installed
@@ -26,6 +26,10 @@ test: lint types
 ## The slow tests too, and those that need a browser, a language model or a GPU, where there is one.
 test-all: lint types
 	$(PYTEST) -m ""
+
+## Whether a test fails for each of some 500 small faults in the arithmetic: most of an hour.
+mutation: $(VENV)/installed-dev
+	$(BIN)/python -m tests.mutation --jobs $(WORKERS) --out results/mutation.json
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
