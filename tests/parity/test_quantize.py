@@ -10,10 +10,11 @@ from torch import Tensor
 
 from kvq import reference
 from kvq.analysis.planted_rows import planted_rows
+from kvq.codebooks import Codebook
 from kvq.modes import HADAMARD, MODES, RANDOM_HADAMARD, Mode, Rotation
 from kvq.modes import mode as find_mode
 from kvq.rounding import Rounding
-from tests.cases import VARIANTS
+from tests.cases import VARIANTS, _even_levels
 from tests.compare import assert_bit_exact
 
 kernels = pytest.importorskip("kvq.kernels")
@@ -70,6 +71,54 @@ def test_hadamard_transform(rotation: Rotation, head_dim: int, inverse: bool) ->
             kernels.hadamard_transform(rows, rotation, inverse=inverse),
             reference.hadamard_transform(rows, rotation, inverse=inverse),
         )
+
+
+def test_an_inverse_divides_before_the_butterfly() -> None:
+    """So that nothing overflows on the way."""
+    large = torch.full((1, 64), 2.0**126, device=DEVICE)
+    one = torch.zeros(1, 64, device=DEVICE)
+    one[0, 0] = 2.0**126
+    assert_bit_exact(kernels.hadamard_transform(large, HADAMARD, inverse=True), one)
+
+
+@pytest.mark.parametrize(
+    "book", [None, _even_levels("even_16", 16), _even_levels("even_200", 200, 1 / 128)]
+)
+def test_thresholds_belong_to_the_level_above(book: Codebook | None) -> None:
+    """Numbers on thresholds, and their float32 neighbors: constants, and tables in memory."""
+    for stem in ("smax2", "smax3", "smax4") if book is None else ("smax4",):
+        mode = find_mode(stem).without_rotation()
+        mode = mode if book is None else mode.with_codebook(book)
+        assert mode.codebook is not None
+        # Divided by a largest entry of 1 they stay what they are.
+        thresholds = torch.tensor([t for t in mode.codebook.thresholds if abs(t) < 1])
+        x = torch.zeros(3, 256)
+        x[:, 0] = 1.0
+        x[1, 1 : len(thresholds) + 1] = thresholds
+        for row, towards in ((0, torch.inf), (2, -torch.inf)):
+            near = torch.nextafter(thresholds, torch.tensor(towards))
+            x[row, 1 : len(thresholds) + 1] = near
+        packed = kernels.quantize(x.to(DEVICE), mode).codes.cpu()
+        codes = reference.unpack_codes(packed, mode.bits, 256)[:, 1 : len(thresholds) + 1]
+        below = [mode.codebook.thresholds.index(t) for t in thresholds.tolist()]
+        above = [i + 1 for i in below]
+        assert codes.tolist() == [above, above, below]
+
+
+def test_every_byte_of_e4m3_reads_as_its_number() -> None:
+    every = torch.arange(256, dtype=torch.uint8, device=DEVICE)[None]
+    read = kernels.dequantize(every, torch.ones(1, device=DEVICE), find_mode("fp8"), 256)[0].cpu()
+    want = [e4m3(byte) for byte in range(256)]
+    assert read.isnan().nonzero().flatten().tolist() == [0x7F, 0xFF]
+    finite = [byte for byte in range(256) if byte not in (0x7F, 0xFF)]
+    assert_bit_exact(read[finite], torch.tensor(want)[finite])
+
+
+def e4m3(byte: int) -> float:
+    """Sign, four bits of exponent less 7, three of mantissa; subnormal numbers at exponent 0."""
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -size if byte >> 7 else size
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
