@@ -84,6 +84,8 @@ _PARITY: Final = (
     "tests/parity/test_quantize.py::test_thresholds_belong_to_the_level_above",
     "tests/parity/test_quantize.py::test_every_byte_of_e4m3_reads_as_its_number",
     "tests/parity/test_quantize.py::test_an_inverse_divides_before_the_butterfly",
+    "tests/parity/test_quantize.py::test_any_word_that_is_not_finite_reads_as_a_nan_row",
+    "tests/parity/test_quantize.py::test_a_lane_that_is_not_finite_wherever_it_is",
     *_cases(
         "tests/parity/test_quantize.py::test_planted_rows",
         *(
@@ -94,7 +96,13 @@ _PARITY: Final = (
             )
         ),
     ),
+    "tests/parity/test_quantize.py::test_rows_that_are_rounded_to_their_dtype_once_rotated",
     "tests/parity/test_quantize.py::test_hadamard_transform",
+    *_cases(
+        "tests/parity/test_every_launch.py::test_the_covering_array",
+        "int4_per_token_head-bfloat16-80-qkv_slice-HND",
+        "lloyd3_unbiased_per_token_head-float32-80-expanded-NHD",
+    ),
 )
 _PAGES: Final = "tests/parity/test_attention.py"
 #: Attention against its budget: every kind of operand and feature, in the smallest cases.
@@ -190,7 +198,13 @@ SUBSETS: Final[dict[str, Subset]] = {
         4, (f"{_REFERENCE}lloyd_max.py", f"{_REFERENCE}lloyd_max_samples.py")
     ),
     "kvq/kernels/rounding.py": Subset(3, _PARITY),
-    "kvq/kernels/scaling.py": Subset(0, _PARITY),
+    "kvq/kernels/scaling.py": Subset(
+        0,
+        (
+            *_PARITY,
+            *_cases("tests/parity/test_attention.py::test_a_nan_row_reaches_who_sees_it", "fp8"),
+        ),
+    ),
     "kvq/kernels/rows.py": Subset(1, _PARITY),
     "kvq/kernels/packing.py": Subset(4, _PARITY),
     "kvq/kernels/hadamard.py": Subset(4, _PARITY),

@@ -11,9 +11,17 @@ from torch import Tensor
 from kvq import reference
 from kvq.analysis.planted_rows import planted_rows
 from kvq.codebooks import Codebook
-from kvq.modes import HADAMARD, MODES, RANDOM_HADAMARD, Mode, Rotation
+from kvq.modes import (
+    HADAMARD,
+    INT4_FIRST_IMPLEMENTATION,
+    MODES,
+    RANDOM_HADAMARD,
+    Mode,
+    Rotation,
+)
 from kvq.modes import mode as find_mode
 from kvq.rounding import Rounding
+from kvq.scale_word import StoredWord
 from tests.cases import VARIANTS, _even_levels
 from tests.compare import assert_bit_exact
 
@@ -103,6 +111,58 @@ def test_thresholds_belong_to_the_level_above(book: Codebook | None) -> None:
         below = [mode.codebook.thresholds.index(t) for t in thresholds.tolist()]
         above = [i + 1 for i in below]
         assert codes.tolist() == [above, above, below]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *(find_mode(name) for name in ("int8", "fp8")),
+        *(
+            find_mode(name).without_rotation()
+            for name in ("int4", "affine4", "int2", "lloyd3", "smax4", "smax2_search_w16")
+        ),
+    ],
+    ids=str,
+)
+def test_a_lane_that_is_not_finite_wherever_it_is(mode: Mode) -> None:
+    """Without a rotation, which would spread it over the row."""
+    x = planted_rows(0, 1, 32, device=DEVICE).nan_to_num(1.0).repeat(97, 1)
+    for i, value in enumerate((torch.nan, torch.inf, -torch.inf)):
+        x[32 * i : 32 * (i + 1)].fill_diagonal_(value)
+    assert_parity(x, mode)
+    codes, words = kernels.quantize(x, mode)
+    assert not codes[:96].any()
+    assert words[:96].isnan().all()
+    assert words[96].isfinite()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "affine4", "lloyd2", "lloyd2_norm_match_w16"])
+def test_any_word_that_is_not_finite_reads_as_a_nan_row(name: str) -> None:
+    mode = find_mode(name)
+    if mode.word is StoredWord.FLOAT16:
+        bits = torch.tensor([0x7C00, -0x400, 0x7C01, 0x7FFF, -1, 0x3C00], dtype=torch.int16)
+        words = bits.view(torch.float16)
+    else:
+        ends = [0x7C00, 0xFC00, 0x7E01] if mode.word is StoredWord.FLOAT16_PAIR else []
+        bits = torch.tensor(
+            [
+                *(0x7F800000, -0x800000, 0x7F80000F, -0x7FFFF1, 0x7FC0000F, 0x7FFFFFFF, -1),
+                *(0x3C000000 | end for end in ends),
+                0x3C003C00,
+            ],
+            dtype=torch.int32,
+        )
+        words = bits.view(torch.float32)
+    codes = torch.full((len(words), mode.bytes_per_row(32)), 0x55, dtype=torch.uint8)
+    read = kernels.dequantize(codes.to(DEVICE), words.to(DEVICE), mode, 32).cpu()
+    assert (read[:-1].view(torch.int32) == 0x7FC00000).all()
+    assert read[-1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_that_are_rounded_to_their_dtype_once_rotated(dtype: torch.dtype) -> None:
+    for mode in (INT4_FIRST_IMPLEMENTATION, VARIANTS["lloyd2_per_token_head@rounded"]):
+        assert_parity(planted_rows(0, 300, 64, device=DEVICE).to(dtype), mode)
 
 
 def test_every_byte_of_e4m3_reads_as_its_number() -> None:
