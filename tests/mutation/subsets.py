@@ -48,6 +48,8 @@ _ROWS: Final = (
         *("lloyd4+even_5", "smax4+even_11_norm_match", "lloyd4+wide_3"),
         *("affine4_per_token_head@3_bits", "lloyd2_per_token_head@rounded"),
     ),
+    f"{_REFERENCE}quantize.py::test_numbers_beside_thresholds",
+    f"{_REFERENCE}quantize.py::test_zero_points_beside_ties",
     f"{_REFERENCE}quantize.py::test_refusals",
     f"{_REFERENCE}quantize.py::test_a_batch_larger_than_a_chunk_equals_its_parts",
     f"{_REFERENCE}quantize.py::test_a_tensor_that_requires_grad_is_stored_without_its_graph",
@@ -96,12 +98,18 @@ _PARITY: Final = (
             )
         ),
     ),
+    "tests/parity/test_quantize.py::test_a_guess_and_one_comparison_find_the_code",
+    "tests/parity/test_quantize.py::test_no_guess_where_none_is_good_enough",
+    "tests/parity/test_quantize.py::test_numbers_beside_thresholds",
+    "tests/parity/test_quantize.py::test_zero_points_beside_ties",
+    "tests/parity/test_quantize.py::test_a_few_modes_that_anybody_can_make",
     "tests/parity/test_quantize.py::test_rows_that_are_rounded_to_their_dtype_once_rotated",
     "tests/parity/test_quantize.py::test_hadamard_transform",
     *_cases(
         "tests/parity/test_every_launch.py::test_the_covering_array",
         "int4_per_token_head-bfloat16-80-qkv_slice-HND",
         "lloyd3_unbiased_per_token_head-float32-80-expanded-NHD",
+        "smax2_per_token_head-bfloat16-80-qkv_slice-HND",
     ),
 )
 _PAGES: Final = "tests/parity/test_attention.py"
@@ -165,7 +173,18 @@ SUBSETS: Final[dict[str, Subset]] = {
     ),
     "kvq/trellis.py": Subset(20, _TABLES),
     "kvq/scale_word.py": Subset(12, _ROWS),
-    "kvq/modes.py": Subset(14, ("tests/test_modes.py", *_ROWS)),
+    "kvq/modes.py": Subset(
+        14,
+        (
+            "tests/test_modes.py",
+            *_cases(
+                f"{_REFERENCE}digests.py::test_known_codes_words_and_values",
+                "cpu-lloyd2_search_per_token_head-1024x64 bfloat16",
+                "cpu-smax2_search_per_token_head-1024x64 bfloat16",
+            ),
+            *_ROWS,
+        ),
+    ),
     "kvq/reference/scaling.py": Subset(10, _ROWS),
     "kvq/reference/rounding.py": Subset(10, _ROWS),
     "kvq/reference/packing.py": Subset(8, (f"{_REFERENCE}packing.py",)),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from kvq import reference
 from kvq.analysis.planted_rows import planted_rows
-from kvq.codebooks import Codebook
+from kvq.codebooks import CODEBOOKS, Codebook
 from kvq.modes import (
     HADAMARD,
     INT4_FIRST_IMPLEMENTATION,
@@ -18,14 +19,21 @@ from kvq.modes import (
     RANDOM_HADAMARD,
     Mode,
     Rotation,
+    ScaleFit,
 )
 from kvq.modes import mode as find_mode
 from kvq.rounding import Rounding
 from kvq.scale_word import StoredWord
-from tests.cases import VARIANTS, _even_levels
+from tests.cases import (
+    VARIANTS,
+    _even_levels,
+    rows_beside_thresholds,
+    rows_beside_zero_point_ties,
+)
 from tests.compare import assert_bit_exact
 
 kernels = pytest.importorskip("kvq.kernels")
+quantize = pytest.importorskip("kvq.kernels.quantize")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -165,6 +173,58 @@ def test_rows_that_are_rounded_to_their_dtype_once_rotated(dtype: torch.dtype) -
         assert_parity(planted_rows(0, 300, 64, device=DEVICE).to(dtype), mode)
 
 
+@pytest.mark.parametrize("name", ["int2", "lloyd4", "lloyd2_search", "smax3", "smax3_search"])
+def test_numbers_beside_thresholds(name: str) -> None:
+    """One more rounding on the way from a number to its threshold gives another code."""
+    mode = find_mode(name).without_rotation()
+    assert_parity(rows_beside_thresholds(mode).to(DEVICE), mode)
+
+
+@pytest.mark.parametrize("mode", [find_mode("int4"), INT4_FIRST_IMPLEMENTATION], ids=str)
+def test_zero_points_beside_ties(mode: Mode) -> None:
+    """The one is a product with a reciprocal, the other a quotient."""
+    assert_parity(rows_beside_zero_point_ties().to(DEVICE), mode.without_rotation())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lloyd4+wide_3", "smax4+wide_3_unbiased", "lloyd4+even_17", "affine4_per_token_head@3_bits"],
+)
+def test_a_few_modes_that_anybody_can_make(name: str) -> None:
+    book = find_mode("smax4").with_codebook(_even_levels("wide_3", 3, 4.0))
+    zeros = replace(book, name="smax4+wide_3_unbiased", scale_fit=ScaleFit.UNBIASED)
+    assert_parity(planted_rows(0, 200, 96, device=DEVICE), {**VARIANTS, zeros.name: zeros}[name])
+
+
+@pytest.mark.parametrize("fewest", [4, 5])
+@pytest.mark.parametrize("book", CODEBOOKS.values(), ids=str)
+def test_a_guess_and_one_comparison_find_the_code(book: Codebook, fewest: int) -> None:
+    """What only a GPU runs, in numpy: `search_guess` with the numbers of `guess_index`."""
+    guess = quantize.guess_index(book.thresholds, fewest)
+    assert len(guess) == (5 if book.num_levels >= fewest else 0)
+    if not guess:
+        return
+    scale, offset, c1, c2, c3 = np.array(guess, dtype=np.float32)
+    thresholds = np.array(book.thresholds, dtype=np.float32)
+    z = np.concatenate(
+        [
+            thresholds,
+            np.nextafter(thresholds, np.float32(-9)),
+            np.linspace(-9, 9, 200_001, dtype=np.float32),
+        ]
+    )
+    place = np.clip(scale * z + offset, 0, 1)
+    near = np.rint(place * (c1 + place * (c2 + place * c3))).astype(int)
+    assert np.array_equal(near + (z >= thresholds[near]), np.searchsorted(thresholds, z, "right"))
+
+
+def test_no_guess_where_none_is_good_enough() -> None:
+    assert quantize.guess_index(_even_levels("even_32", 32).thresholds)
+    assert quantize.guess_index(_even_levels("even_33", 33).thresholds) == ()
+    crowded = (0.0, *(10.0 + i / 8 for i in range(8)), 40.0)
+    assert quantize.guess_index(crowded) == ()
+
+
 def test_every_byte_of_e4m3_reads_as_its_number() -> None:
     every = torch.arange(256, dtype=torch.uint8, device=DEVICE)[None]
     read = kernels.dequantize(every, torch.ones(1, device=DEVICE), find_mode("fp8"), 256)[0].cpu()
@@ -198,6 +258,7 @@ def test_every_byte(bits: int) -> None:
     [
         (lambda x: kernels.quantize(x.double(), find_mode("int4")), "x must be float32"),
         (lambda x: kernels.quantize(x[:, :40], find_mode("int4")), "divisible by 16"),
+        (lambda x: kernels.hadamard_transform(x[:, :40], HADAMARD), "divisible by 16"),
         (
             lambda x: kernels.quantize(
                 x, replace(find_mode("int8"), name="s", rounding=Rounding.STOCHASTIC)
