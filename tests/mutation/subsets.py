@@ -100,6 +100,11 @@ _PARITY: Final = (
     ),
     "tests/parity/test_quantize.py::test_a_guess_and_one_comparison_find_the_code",
     "tests/parity/test_quantize.py::test_no_guess_where_none_is_good_enough",
+    "tests/parity/test_quantize.py::test_of_equal_merits_the_first_wins",
+    "tests/parity/test_quantize.py::test_a_gain_whose_levels_square_to_zero_has_no_merit",
+    "tests/parity/test_quantize.py::test_of_merits_that_overflow_the_first_wins",
+    "tests/parity/test_quantize.py::"
+    "test_the_smallest_row_of_a_codebook_mode_and_the_largest_ranges",
     "tests/parity/test_quantize.py::test_numbers_beside_thresholds",
     "tests/parity/test_quantize.py::test_zero_points_beside_ties",
     "tests/parity/test_quantize.py::test_a_few_modes_that_anybody_can_make",
@@ -228,7 +233,16 @@ SUBSETS: Final[dict[str, Subset]] = {
     "kvq/kernels/packing.py": Subset(4, _PARITY),
     "kvq/kernels/hadamard.py": Subset(4, _PARITY),
     "kvq/kernels/codebook.py": Subset(1, _PARITY),
-    "kvq/kernels/quantize.py": Subset(6, _PARITY),
+    "kvq/kernels/quantize.py": Subset(
+        6,
+        (
+            *_PARITY,
+            *_cases(
+                "tests/parity/test_trellis.py::test_search_and_decode",
+                "trellis2_per_token_head-16",
+            ),
+        ),
+    ),
     "kvq/kernels/trellis.py": Subset(2, ("tests/parity/test_trellis.py",)),
     "kvq/kernels/cache.py": Subset(4, _WRITES),
     "kvq/kernels/merge.py": Subset(2, ("tests/parity/test_merge.py",)),

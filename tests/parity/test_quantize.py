@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvq import reference
 from kvq.analysis.planted_rows import planted_rows
-from kvq.codebooks import CODEBOOKS, Codebook
+from kvq.codebooks import CODEBOOKS, Codebook, Provenance, Recipe
 from kvq.modes import (
     HADAMARD,
     INT4_FIRST_IMPLEMENTATION,
@@ -178,6 +178,71 @@ def test_numbers_beside_thresholds(name: str) -> None:
     """One more rounding on the way from a number to its threshold gives another code."""
     mode = find_mode(name).without_rotation()
     assert_parity(rows_beside_thresholds(mode).to(DEVICE), mode)
+
+
+def by_hand(*levels: float) -> Codebook:
+    recipe = Recipe("none", len(levels), symmetric=True)
+    return Codebook.from_exact("by_hand", levels, recipe, Provenance("by hand"))
+
+
+def test_of_equal_merits_the_first_wins() -> None:
+    """A lane among zeros: a gain that reaches the outer level has the merit of one that does not.
+
+    A gain whose levels are all zero has none.
+    """
+    book = by_hand(-2.0, -1.0, 0.0, 1.0, 2.0)
+    base = find_mode("smax4_search").with_codebook(book).without_rotation()
+    x = torch.zeros(1, 32, device=DEVICE)
+    x[0, 3] = 7.0
+    for gains, code, word in (
+        ((1.0, 2.0), 3, 7.0),
+        ((2.0, 1.0), 4, 3.5),
+        ((0.25, 1.0), 3, 7.0),
+        ((0.25, 0.125), 0, 0.0),
+    ):
+        got = kernels.quantize(x, replace(base, name="five", gains=gains))
+        zero = 2 if word else 0
+        codes = reference.unpack_codes(got.codes, base.bits, 32)[0, :4]
+        assert codes.tolist() == [zero, zero, zero, code]
+        assert got.words.tolist() == [word]
+
+
+def test_a_gain_whose_levels_square_to_zero_has_no_merit() -> None:
+    mode = find_mode("lloyd2_search").with_codebook(by_hand(-1e-30, 1e-30)).without_rotation()
+    x = torch.linspace(-1e18, 1e18, 32, device=DEVICE)[None]
+    got = kernels.quantize(x, mode)
+    assert not got.codes.any()
+    assert got.words.tolist() == [0.0]
+
+
+def test_of_merits_that_overflow_the_first_wins() -> None:
+    mode = find_mode("lloyd2_search").without_rotation()
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    x = x / x.square().sum(1, keepdim=True).sqrt() * 2.0**63.9
+    first = replace(mode, name="first", gains=mode.gains[:1])
+    for tier in (reference, kernels):
+        got = tier.quantize(x, mode)
+        assert got.words.isfinite().all()
+        assert_bit_exact(got.codes, reference.quantize(x, first).codes)
+
+
+def test_the_smallest_row_of_a_codebook_mode_and_the_largest_ranges() -> None:
+    smallest = torch.zeros(2, 32, device=DEVICE)
+    smallest[:, 5] = torch.tensor([2.0**-63, 0.9999 * 2.0**-63])
+    for name in ("int2", "lloyd4", "smax3", "lloyd4_search"):
+        mode = find_mode(name).without_rotation()
+        assert_parity(smallest, mode)
+        words = kernels.quantize(smallest, mode).words
+        assert words[0] != 0
+        assert words[1] == 0
+    largest = torch.zeros(2, 32, device=DEVICE)
+    largest[:, 0] = 2.0**127
+    largest[0, 1] = -(2.0**127)
+    for name in ("int4", "affine4"):
+        mode = find_mode(name).without_rotation()
+        assert_parity(largest, mode)
+        assert kernels.quantize(largest, mode).words[0].isnan()
+    assert kernels.quantize(largest, find_mode("int4").without_rotation()).words[1].isfinite()
 
 
 @pytest.mark.parametrize("mode", [find_mode("int4"), INT4_FIRST_IMPLEMENTATION], ids=str)
