@@ -40,7 +40,7 @@ _PRELOADED: Final = (
 #: loop that no longer ends is killed by it; so is one that asks for too much memory.
 _MOST_TIME: Final = 5
 _LEAST_TIME: Final = 30
-_MOST_BYTES: Final = 16 << 30
+_MOST_BYTES: Final = 8 << 30
 #: Of the wall clock, for what waits for ever, whatever else the machine does.
 _MOST_WALL: Final = 20
 
@@ -210,7 +210,7 @@ def _test(
     """In the forked process: pytest in the tree."""
     os.setpgrp()
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-    resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
