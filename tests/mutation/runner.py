@@ -228,9 +228,12 @@ def _test(
     if found is None or not str(found.origin).startswith(str(tree)):
         os._exit(4)
     pytest = importlib.import_module("pytest")
-    code = pytest.main(
-        ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
-    )
+    options = ("-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist")
+    code = pytest.main([*options, *tests])
+    whole = [argument for argument in tests if "[" not in argument]
+    if code == pytest.ExitCode.USAGE_ERROR and whole:
+        # Of what bears the name of a mode, a mutant may leave none of that name.
+        code = pytest.main([*options, *whole])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(int(code))
