@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
     """What the tests said of a mutant."""
 
     mutant: Mutant
-    #: `killed`, `timeout`, or `survived`.
+    #: `killed`, `stopped` (by the system or a limit), or `survived`.
     verdict: str
     #: Of the wall clock.
     seconds: float
@@ -190,7 +190,8 @@ def _finish(slot: _Slot) -> Outcome:
         raise RuntimeError(f"pytest must run, got exit code {code} with {mutant}\n{log[-3000:]}")
     failed = [line for line in log.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     test = failed[0].split(" - ")[0].split(" ", 1)[1] if failed else ""
-    verdict = "survived" if code == 0 else "killed" if code > 0 else "timeout"
+    # A negative code is the signal of a limit, or of memory that is not the kernel's.
+    verdict = "survived" if code == 0 else "killed" if code > 0 else "stopped"
     return Outcome(mutant, verdict, time.monotonic() - slot.started, test)
 
 

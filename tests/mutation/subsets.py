@@ -71,7 +71,8 @@ _LIMITS: Final = "tests/parity/test_cache_limits.py"
 _WRITES: Final = (
     f"{_LIMITS}::test_one_token",
     f"{_LIMITS}::test_nothing_to_write",
-    f"{_LIMITS}::test_the_scan_finds_the_last_writers",
+    f"{_LIMITS}::test_scan_and_claims_find_the_last_writers",
+    f"{_LIMITS}::test_the_first_and_the_last_slot_and_nothing_beside_them",
     f"{_LIMITS}::test_slots_that_are_no_slots_are_skipped",
     f"{_LIMITS}::test_of_tokens_with_one_slot_the_last_is_written",
     f"{_LIMITS}::test_tokens_past_the_mapping_are_padding",
@@ -81,6 +82,10 @@ _WRITES: Final = (
     f"{_CACHE}::test_no_tokens",
     f"{_CACHE}::test_copy_blocks_can_swap",
     *_cases(f"{_CACHE}::test_every_mode_as_keys_with_another_as_values", "fp8_per_token_head"),
+    *_cases(
+        "tests/parity/test_every_launch.py::test_the_covering_array",
+        "int4_per_token_head-bfloat16-80-qkv_slice-HND",
+    ),
 )
 #: The kernels against the reference.
 _PARITY: Final = (
