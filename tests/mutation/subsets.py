@@ -136,6 +136,7 @@ _ATTENTION: Final = (
     f"{_PAGES}::test_a_table_that_is_too_narrow",
     f"{_PAGES}::test_a_short_bias_ends",
     f"{_PAGES}::test_large_queries_and_small_ones",
+    f"{_PAGES}::test_float32_queries_see_the_last_bits_of_a_scale",
     f"{_PAGES}::test_nothing_visible_is_zero_even_for_a_nan_query",
     f"{_PAGES}::test_a_nan_value_counts_even_where_its_weight_vanishes",
     *_cases(

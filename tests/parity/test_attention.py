@@ -314,6 +314,15 @@ def test_large_queries_and_small_ones() -> None:
         assert_within_budget(batch, tier=kernels)
 
 
+@pytest.mark.parametrize("mode", [INT4, find_mode("affine4")], ids=str)
+def test_float32_queries_see_the_last_bits_of_a_scale(mode: Mode) -> None:
+    """Where the zero-point lies, and the bits beside it."""
+    batch = make_batch([50], [1], heads=(2, 1), dims=(32, 32), modes=(mode,) * 2, dtype=DTYPES[2])
+    for scale in (0.0, batch.scale):
+        batch.scale = scale
+        assert_within_budget(batch, tier=kernels)
+
+
 @pytest.mark.parametrize("sizes", [(64, 64, 1), (64, 64, 3), (64, 128, 2)], ids=str)
 @pytest.mark.parametrize("names", [(), ("window", "padding"), ("sinks", "bias")], ids="+".join)
 def test_many_splits(

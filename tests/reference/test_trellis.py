@@ -61,6 +61,14 @@ def test_the_search_against_every_sequence(bits: int) -> None:
     assert (error <= errors.amin(1) * (1 + 1e-6)).float().mean() > 0.7
 
 
+@pytest.mark.parametrize("trellis", TRELLISES.values(), ids=str)
+def test_a_power_of_two_changes_no_code(trellis: Trellis) -> None:
+    """Of numbers and unit alike: costs start from 0, and each operation is rounded alike."""
+    z = torch.randn(12, 40, generator=torch.Generator().manual_seed(2))
+    small = replace(trellis, name="small", unit=trellis.unit * 2.0**-30)
+    assert torch.equal(trellis_codes(z * 2.0**-30, small), trellis_codes(z, trellis))
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "target"), [("trellis2", 1000, 0.075), ("trellis3", 500, 0.0195)]
 )
