@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.mutation.listed import equivalent, kernel_mutants
+from tests.mutation.listed import equivalent, kernel_mutants, survivors
 from tests.mutation.operators import mutants, sample
 from tests.mutation.runner import ROOT
 from tests.mutation.subsets import SUBSETS
@@ -99,12 +99,12 @@ def test_files_and_tests_exist() -> None:
             assert not names or f"def {names.partition('[')[0]}(" in text, argument
 
 
-def test_equivalent_mutants_are_mutants_and_have_a_reason() -> None:
+def test_mutants_that_were_looked_at_are_mutants_and_have_a_reason() -> None:
     known = {str(mutant) for mutant in kernel_mutants()}
     for file in SUBSETS:
         text = (ROOT / file).read_text(encoding="utf-8")
         known |= {str(mutant) for mutant in mutants(file, text)}
-    for name, reason in equivalent().items():
+    for name, reason in (equivalent() | survivors()).items():
         assert name in known, f"{name} is no mutant any more"
         assert reason.endswith(".")
 
@@ -114,6 +114,7 @@ def test_the_score_that_is_kept() -> None:
     assert [row["file"] for row in rows] == list(SUBSETS)
     for row in (total, *rows):
         assert row["total"] == row["killed"] + row["equivalent"] + len(row["survivors"])
+        assert all(survivor["reason"] for survivor in row["survivors"])
     for name in ("total", "killed", "equivalent"):
         assert total[name] == sum(row[name] for row in rows)
     assert total["total"] >= 300

@@ -4,6 +4,6 @@
 
 changes one thing in a copy of the tree, runs the tests that should see it, and counts. `operators`
 makes mutants of Python code, `kernel_mutants` lists those of Triton kernels, written by hand,
-`subsets` says which tests answer for which file, and `equivalent.toml` which mutants change
-nothing that a test could see, and why.
+`subsets` says which tests answer for which file, and `reviewed.toml` which mutants change nothing
+that a test could see, and why.
 """

@@ -1,4 +1,4 @@
-"""What was written by hand: mutants of the Triton kernels, and mutants that change nothing."""
+"""What was written by hand: mutants of the Triton kernels, and verdicts on those that survive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def kernel_mutants() -> list[Mutant]:
         ValueError: What is to be replaced does not occur exactly once; the list has rotted.
     """
     found = []
-    for entry in _entries("kernel_mutants.toml"):
+    for entry in _entries("kernel_mutants.toml", "mutant"):
         text = (_ROOT / entry["file"]).read_text(encoding="utf-8")
         old = entry["old"]
         if text.count(old) != 1:
@@ -37,13 +37,22 @@ def kernel_mutants() -> list[Mutant]:
 
 
 def equivalent() -> dict[str, str]:
-    """The reasons of `equivalent.toml`, by the names of mutants."""
+    """Why a mutant changes nothing, by the names of mutants of `reviewed.toml`."""
+    return _reasons("equivalent")
+
+
+def survivors() -> dict[str, str]:
+    """What it would take to kill a mutant, by the names of mutants of `reviewed.toml`."""
+    return _reasons("survivor")
+
+
+def _reasons(verdict: str) -> dict[str, str]:
     return {
         str(Mutant(entry["file"], entry["line"], entry["change"], 0, 0, "")): entry["reason"]
-        for entry in _entries("equivalent.toml")
+        for entry in _entries("reviewed.toml", verdict)
     }
 
 
-def _entries(name: str) -> list[dict[str, str]]:
+def _entries(name: str, table: str) -> list[dict[str, str]]:
     with (_HERE / name).open("rb") as file:
-        return tomllib.load(file)["mutant"]
+        return tomllib.load(file)[table]
