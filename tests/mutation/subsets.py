@@ -257,7 +257,16 @@ SUBSETS: Final[dict[str, Subset]] = {
     "kvq/kernels/cache.py": Subset(4, _WRITES),
     "kvq/kernels/merge.py": Subset(2, ("tests/parity/test_merge.py",)),
     "kvq/kernels/operands.py": Subset(10, ("tests/parity/test_operand_ptx.py", *_ATTENTION)),
-    "kvq/kernels/trellis_operands.py": Subset(4, ("tests/parity/test_trellis.py",)),
+    "kvq/kernels/trellis_operands.py": Subset(
+        4,
+        tuple(
+            f"tests/parity/test_trellis.py::test_{name}"
+            for name in (
+                *("labels_in_registers", "a_window_too_wide_for_rows_on_odd_bytes"),
+                *("rows_on_odd_bytes", "attention"),
+            )
+        ),
+    ),
     "kvq/kernels/attention.py": Subset(8, _ATTENTION),
     "kvq/kernels/attention_loop.py": Subset(2, _ATTENTION),
     "kvq/kernels/attention_tile.py": Subset(1, _ATTENTION),
