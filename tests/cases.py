@@ -262,10 +262,11 @@ def _variants() -> dict[str, Mode]:
 VARIANTS: Final[Mapping[str, Mode]] = MappingProxyType(_variants())
 
 
-def rows_beside_thresholds(mode: Mode, head_dim: int = 16) -> Tensor:
+def rows_beside_thresholds(mode: Mode, head_dim: int = 32) -> Tensor:
     """Rows of a mode without a rotation whose second entry is normalized to almost a threshold.
 
-    With a search, to a threshold over one of the gains. Seven float32 neighbors of each.
+    With a search, to a threshold over one of the gains. Seven float32 neighbors of each. The root
+    of the head size is no power of two, so that a product and a quotient with it are not alike.
     """
     assert mode.codebook is not None
     generator = torch.Generator().manual_seed(0)
