@@ -208,11 +208,16 @@ def test_of_equal_merits_the_first_wins() -> None:
 
 
 def test_a_gain_whose_levels_square_to_zero_has_no_merit() -> None:
-    mode = find_mode("lloyd2_search").with_codebook(by_hand(-1e-30, 1e-30)).without_rotation()
+    """However much their products with the row are: the next gain wins, and without one nothing."""
+    book = by_hand(-1.0, -1e-30, 1e-30, 1.0)
+    base = find_mode("lloyd2_search").with_codebook(book).without_rotation()
     x = torch.linspace(-1e18, 1e18, 32, device=DEVICE)[None]
-    got = kernels.quantize(x, mode)
-    assert not got.codes.any()
-    assert got.words.tolist() == [0.0]
+    for gains in ((0.125, 1.0), (0.125,)):
+        mode = replace(base, name="tiny", gains=gains)
+        assert_parity(x, mode)
+        got = kernels.quantize(x, mode)
+        assert (got.words != 0).item() == (len(gains) > 1)
+        assert got.codes.any().item() == (len(gains) > 1)
 
 
 def test_of_merits_that_overflow_the_first_wins() -> None:
