@@ -208,7 +208,7 @@ def test_of_equal_merits_the_first_wins() -> None:
 
 
 def test_a_gain_whose_levels_square_to_zero_has_no_merit() -> None:
-    """However much their products with the row are: the next gain wins, and without one nothing."""
+    """However large the products with the row: the next gain wins, and without one nothing."""
     book = by_hand(-1.0, -1e-30, 1e-30, 1.0)
     base = find_mode("lloyd2_search").with_codebook(book).without_rotation()
     x = torch.linspace(-1e18, 1e18, 32, device=DEVICE)[None]
