@@ -508,10 +508,12 @@ def test_empty_batches() -> None:
     assert batch.run(tier=kernels).log_sum_exp.shape == (0, 6)
 
 
-@pytest.mark.parametrize("entry", [-1, NO_BLOCK, 2**40])
-def test_a_block_that_does_not_exist(entry: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("entry", [-1, None, NO_BLOCK, 2**40])
+def test_a_block_that_does_not_exist(entry: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "LEAST_SPLIT", 64)
     batch = make_batch([90, 4, 16], [1, 2, 9], heads=(2, 1), dtype=torch.float16)
+    if entry is None:  # the first past the last
+        entry = len(batch.key_cache.words)
     for cache in (batch.key_cache, batch.value_cache):
         cache.words.nan_to_num_(1.0)  # so that NaN comes from the table alone
     good = batch.run(tier=kernels)
