@@ -26,6 +26,7 @@ from kvq.modes import (
     RANDOM_HADAMARD,
     Grid,
     Mode,
+    Normalization,
     Rotation,
     ScaleFit,
 )
@@ -259,6 +260,40 @@ def _variants() -> dict[str, Mode]:
 
 #: Modes that nobody ships and anybody can make: other roundings, rotations, codebooks and widths.
 VARIANTS: Final[Mapping[str, Mode]] = MappingProxyType(_variants())
+
+
+def rows_beside_thresholds(mode: Mode, head_dim: int = 32) -> Tensor:
+    """Rows of a mode without a rotation whose second entry is normalized to almost a threshold.
+
+    With a search, to a threshold over one of the gains. Seven float32 neighbors of each. The root
+    of the head size is no power of two, so that a product and a quotient with it are not alike.
+    """
+    assert mode.codebook is not None
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(420, head_dim, generator=generator, dtype=torch.float64)
+    gains = mode.gains or (1.0,)
+    targets = torch.tensor([t / gain for gain in gains for t in mode.codebook.thresholds])
+    target = targets.double().repeat(420)[:420]
+    rows[:, 1] = 0.0
+    if mode.normalization is Normalization.SIGNED_MAX:
+        # Not all are in reach of the largest entry.
+        largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))[:, 0].float().double()
+        rows[:, 1] = target.clamp(-1, 1) * largest
+    else:
+        rest = rows.float().double().square().sum(1)
+        rows[:, 1] = target * (rest / (head_dim - target.square())).sqrt()
+    bits = rows.float().view(torch.int32).repeat_interleave(7, 0)
+    bits[:, 1] += torch.arange(-3, 4, dtype=torch.int32).repeat(420)
+    return bits.view(torch.float32)
+
+
+def rows_beside_zero_point_ties() -> Tensor:
+    """Rows `[2000, 16]` of 15 steps, whose zero lies almost halfway between two of them."""
+    generator = torch.Generator().manual_seed(0)
+    step = torch.rand(2000, 1, generator=generator) + 1.0
+    low = -(torch.randint(15, (2000, 1), generator=generator) + 0.5) * step
+    between = torch.rand(2000, 14, generator=generator) * 15 * step + low
+    return torch.cat((low, low + 15 * step, between), dim=1)
 
 
 def modes_where(keep: Callable[[Mode], bool]) -> list[Mode]:

@@ -314,6 +314,15 @@ def test_large_queries_and_small_ones() -> None:
         assert_within_budget(batch, tier=kernels)
 
 
+@pytest.mark.parametrize("mode", [INT4, find_mode("affine4")], ids=str)
+def test_float32_queries_see_the_last_bits_of_a_scale(mode: Mode) -> None:
+    """Where the zero-point lies, and the bits beside it."""
+    batch = make_batch([50], [1], heads=(2, 1), dims=(32, 32), modes=(mode,) * 2, dtype=DTYPES[2])
+    for scale in (0.0, batch.scale):
+        batch.scale = scale
+        assert_within_budget(batch, tier=kernels)
+
+
 @pytest.mark.parametrize("sizes", [(64, 64, 1), (64, 64, 3), (64, 128, 2)], ids=str)
 @pytest.mark.parametrize("names", [(), ("window", "padding"), ("sinks", "bias")], ids="+".join)
 def test_many_splits(
@@ -499,10 +508,12 @@ def test_empty_batches() -> None:
     assert batch.run(tier=kernels).log_sum_exp.shape == (0, 6)
 
 
-@pytest.mark.parametrize("entry", [-1, NO_BLOCK, 2**40])
-def test_a_block_that_does_not_exist(entry: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("entry", [-1, None, NO_BLOCK, 2**40])
+def test_a_block_that_does_not_exist(entry: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "LEAST_SPLIT", 64)
     batch = make_batch([90, 4, 16], [1, 2, 9], heads=(2, 1), dtype=torch.float16)
+    if entry is None:  # the first past the last
+        entry = len(batch.key_cache.words)
     for cache in (batch.key_cache, batch.value_cache):
         cache.words.nan_to_num_(1.0)  # so that NaN comes from the table alone
     good = batch.run(tier=kernels)

@@ -21,6 +21,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 kernels = pytest.importorskip("kvq.kernels")
 _last_writer = pytest.importorskip("kvq.kernels.cache")._last_writer
+_claims = pytest.importorskip("kvq.kernels.cache")._claims
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -112,21 +113,47 @@ def test_of_tokens_with_one_slot_the_last_is_written(dtype: torch.dtype, tokens:
 
 @triton.jit
 def _last_writers_kernel(
-    slot_ptr, out_ptr, num_tokens, SCAN: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr
+    slot_ptr,
+    claims_ptr,
+    out_ptr,
+    num_tokens,
+    SCAN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    R: tl.constexpr,
 ):
     token = tl.arange(0, R)
     live = token < num_tokens
     slot = tl.load(slot_ptr + token, mask=live, other=-1).to(tl.int64)
-    last = _last_writer(slot, token, live, slot_ptr, slot_ptr, num_tokens, SCAN, WIDTH)
+    last = _last_writer(slot, token, live, slot_ptr, claims_ptr, num_tokens, SCAN, WIDTH)
     tl.store(out_ptr + token, last.to(tl.int32), mask=live)
 
 
-def test_the_scan_finds_the_last_writers() -> None:
+@pytest.mark.parametrize("scan", [True, False], ids=["scan", "claims"])
+def test_scan_and_claims_find_the_last_writers(scan: bool) -> None:
     """The interpreter writes tokens in order, so the caches alone would not tell."""
     slots = torch.arange(FEW, device=DEVICE) * 5 % 7
+    claims = _claims(slots, 7)
     found = torch.zeros(FEW, dtype=torch.int32, device=DEVICE)
-    _last_writers_kernel[(1,)](slots, found, FEW, SCAN=True, WIDTH=16, R=64)
+    _last_writers_kernel[(1,)](slots, claims, found, FEW, SCAN=scan, WIDTH=16, R=64)
     assert found.tolist() == [0] * (FEW - 7) + [1] * 7
+
+
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+def test_the_first_and_the_last_slot_and_nothing_beside_them(tokens: int) -> None:
+    """Between guards of a block each."""
+    slots = torch.full((tokens,), -1, device=DEVICE)
+    slots[3:6] = torch.tensor([0, 11, 12], device=DEVICE)
+    wide = filled_pair(5, 4)
+    x = rows(tokens)
+    pair = [cache._replace(codes=cache.codes[1:4], words=cache.words[1:4]) for cache in wide]
+    kernels.reshape_and_cache(x, x, *pair, slots, check=False)
+    for cache in wide:
+        codes, words = as_hnd(cache)
+        written = (words[:, 0] != 123.0).nonzero().tolist()
+        assert written == [[1, 0], [3, 3]]
+        assert (codes[[0, 4]] == 0xAB).all()
+        want = reference.quantize(x[3:5, 0], cache.mode)
+        assert_bit_exact(codes[[1, 3], 0, [0, 3]], want.codes)
 
 
 @pytest.mark.parametrize("tokens", [FEW, MANY])

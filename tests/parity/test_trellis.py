@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +17,7 @@ from kvq.trellis import TRELLISES
 from tests.attention_budget import assert_within_budget
 from tests.attention_cases import INT4, make_batch
 from tests.compare import assert_bit_exact
+from tests.ptx import halves_of, run_ptx
 
 kernels = pytest.importorskip("kvq.kernels")
 launch = pytest.importorskip("kvq.kernels.launch")
@@ -27,6 +27,7 @@ trellis_operands = pytest.importorskip("kvq.kernels.trellis_operands")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRELLIS_MODES = [mode for mode in MODES.values() if mode.grid is Grid.TRELLIS]
 TRELLIS2, TRELLIS3 = find_mode("trellis2"), find_mode("trellis3")
+MASK = np.uint64(0xFFFF)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -115,44 +116,6 @@ def test_a_window_too_wide_for_rows_on_odd_bytes() -> None:
 # ------------------------------------------------------- what only a GPU runs, one step at a time
 
 
-def _lop3(a: int, b: int, c: int, table: int) -> int:
-    bits = ((a >> i & 1) << 2 | (b >> i & 1) << 1 | c >> i & 1 for i in range(32))
-    return sum((table >> index & 1) << i for i, index in enumerate(bits))
-
-
-def _prmt(a: int, b: int, selector: int) -> int:
-    data = (b << 32 | a).to_bytes(8, "little")
-    out = []
-    for i in range(4):
-        nibble = selector >> 4 * i & 15
-        byte = data[nibble & 7]
-        out.append((255 if byte >> 7 else 0) if nibble & 8 else byte)
-    return int.from_bytes(bytes(out), "little")
-
-
-STEPS = {
-    "mov.b32": lambda a: a,
-    "shr.u32": lambda a, n: a >> n,
-    "shl.b32": lambda a, n: a << n & 0xFFFFFFFF,
-    "and.b32": lambda a, b: a & b,
-    "xor.b32": lambda a, b: a ^ b,
-    "lop3.b32": _lop3,
-    "prmt.b32": _prmt,
-}
-
-
-def run_ptx(text: str, **registers: int) -> int:
-    """What the instructions leave in `$0`."""
-    for line in text.strip("{} ").split(";"):
-        found = re.fullmatch(r"\s*(\S+)\s+(.*?)\s*", line)
-        if found is None or found[1] == ".reg":
-            continue
-        out, *inputs = (name.strip() for name in found[2].split(","))
-        numbers = [registers[x] if x in registers else int(x, 0) for x in inputs]
-        registers[out] = STEPS[found[1]](*numbers)
-    return registers["$0"]
-
-
 def test_labels_in_registers() -> None:
     """The instructions for Hopper, in Python: float16 numbers of two integers at a time."""
     spec = operands.side_spec(TRELLIS2, 128, 2, 2.0**-11, True)
@@ -161,17 +124,11 @@ def test_labels_in_registers() -> None:
     levels = reference.trellis.level_table(TRELLIS2.trellis, torch.device("cpu"))[
         reference.trellis.trellis_states(codes, TRELLIS2.trellis)
     ].view(40, 16, 8)
-    units = reference.pack_codes(codes, 2).view(torch.int16).to(torch.int64) & 0xFFFF
-    after = units.roll(-1, -1)
-    for row in range(0, 40, 2):
-        for unit in range(16):
-            x, near = (
-                int(table[row, unit]) | int(table[row + 1, unit]) << 16 for table in (units, after)
-            )
-            for stream in range(8):
-                text = trellis_operands.labels_ptx.fn(spec, stream)
-                pair = run_ptx(text, **{"$1": x, "$2": near})
-                halves = np.array([pair & 0xFFFF, pair >> 16], dtype=np.uint16).view(np.float16)
-                read = spec.unit * (halves.astype(np.float64) - spec.offset)
-                want = levels[row : row + 2, unit, stream].double().numpy()
-                assert np.array_equal(read, want)
+    units = reference.pack_codes(codes, 2).view(torch.int16).numpy().astype(np.uint64) & MASK
+    after = np.roll(units, -1, -1)
+    x, near = (table[0::2] | table[1::2] << np.uint64(16) for table in (units, after))
+    for stream in range(8):
+        pair = halves_of(run_ptx(trellis_operands.labels_ptx.fn(spec, stream), x, near))
+        read = spec.unit * (pair - spec.offset)
+        want = levels[..., stream].double().numpy().reshape(20, 2, 16).swapaxes(1, 2)
+        assert np.array_equal(read, want)

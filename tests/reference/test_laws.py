@@ -91,6 +91,14 @@ def test_signed_max_of_two_in_closed_form() -> None:
     assert known.above(np.array([1.0 - 1e-12, 1.0])) == pytest.approx([0.5, 0.0], abs=1e-11)
 
 
+@pytest.mark.parametrize("text", ["signed_max(2)", "signed_max(128)", "sphere(3)", "sphere(128)"])
+def test_beyond_the_support_there_is_nothing(text: str) -> None:
+    known = law(text)
+    far = 3 * np.array(known.support)
+    assert known.below(far) == pytest.approx([0.0, 1.0], abs=1e-12)
+    assert known.above(far) == pytest.approx([1.0, 0.0], abs=1e-12)
+
+
 def test_signed_max_scale() -> None:
     # E[m^2] from the survival function of the largest magnitude.
     energy, _ = quad(lambda m: 2 * m * (1 - (1 - 2 * ndtr(-m)) ** 128), 0, 12, epsabs=1e-13)

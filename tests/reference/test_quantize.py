@@ -19,7 +19,14 @@ from kvq.rounding import Rounding
 from kvq.scale_word import StoredWord
 from kvq.tier import word_dtype
 from tests import oracle
-from tests.cases import CASES, DTYPES, VARIANTS, Case
+from tests.cases import (
+    CASES,
+    DTYPES,
+    VARIANTS,
+    Case,
+    rows_beside_thresholds,
+    rows_beside_zero_point_ties,
+)
 from tests.compare import assert_bit_exact
 from tests.expected import expected, sign_rows
 
@@ -68,6 +75,17 @@ def test_modes_that_anybody_can_make_have_the_oracles_bits(mode: Mode) -> None:
     rounds_to_input = mode.rotation is not None and mode.rotation.round_to_input
     for dtype in (torch.float16, torch.bfloat16) if rounds_to_input else ():
         assert_as_expected(oracle_rows(96, dtype), mode)
+
+
+@pytest.mark.parametrize("name", ["int2", "lloyd4", "lloyd2_search", "smax3", "smax3_search"])
+def test_numbers_beside_thresholds(name: str) -> None:
+    mode = find_mode(name).without_rotation()
+    assert_as_expected(rows_beside_thresholds(mode), mode)
+
+
+@pytest.mark.parametrize("mode", [INT4, INT4_FIRST_IMPLEMENTATION], ids=str)
+def test_zero_points_beside_ties(mode: Mode) -> None:
+    assert_as_expected(rows_beside_zero_point_ties(), mode.without_rotation())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

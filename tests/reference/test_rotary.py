@@ -131,6 +131,12 @@ def test_the_input_is_left_alone() -> None:
             TypeError,
             "positions must be int64, got float32",
         ),
+        (
+            torch.zeros(1, 1, 16),
+            torch.arange(1, device="meta"),
+            ValueError,
+            "positions must be on",
+        ),
     ],
 )
 def test_refuses(x: Tensor, positions: Tensor, error: type[Exception], message: str) -> None:

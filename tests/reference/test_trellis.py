@@ -61,6 +61,14 @@ def test_the_search_against_every_sequence(bits: int) -> None:
     assert (error <= errors.amin(1) * (1 + 1e-6)).float().mean() > 0.7
 
 
+@pytest.mark.parametrize("trellis", TRELLISES.values(), ids=str)
+def test_a_power_of_two_changes_no_code(trellis: Trellis) -> None:
+    """Of numbers and unit alike: costs start from 0, and each operation is rounded alike."""
+    z = torch.randn(12, 40, generator=torch.Generator().manual_seed(2))
+    small = replace(trellis, name="small", unit=trellis.unit * 2.0**-30)
+    assert torch.equal(trellis_codes(z * 2.0**-30, small), trellis_codes(z, trellis))
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "target"), [("trellis2", 1000, 0.075), ("trellis3", 500, 0.0195)]
 )
@@ -84,17 +92,43 @@ def test_a_mode_travels_as_text(mode: Mode) -> None:
         ({"bits": 4}, "bits must be 2 or 3, got 4"),
         ({"window_bits": 9}, "window_bits must be a multiple of 2 above it and at most 12, got 9"),
         ({"window_bits": 14}, "window_bits must be a multiple of 2"),
+        ({"window_bits": 2}, "window_bits must be a multiple of 2 above it and at most 12, got 2"),
         ({"masks": (8, 16, 265, 1024)}, "masks must hold numbers of 1 to 10 bits, got 1024"),
+        ({"masks": (0, 16, 265, 530)}, "masks must hold numbers of 1 to 10 bits, got 0"),
         ({"masks": (8, 16, 265, 273 ^ 8)}, "masks must be linearly independent"),
         ({"steps": (1, 2)}, "steps must hold a number for each of 16 labels, got 2"),
         ({"steps": (2048,) * 16}, r"steps must be below 2\^11, got 2048"),
+        ({"steps": (-2048,) * 16}, r"steps must be below 2\^11, got -2048"),
         ({"unit": 0.1}, "unit must be a positive number of at most 13 significant bits, got 0.1"),
+        ({"unit": 1 + 2.0**-13}, "unit must be a positive number of at most 13 significant bits"),
         ({"unit": -1.0}, "unit must be a positive number"),
+        ({"unit": 0.0}, "unit must be a positive number"),
+        ({"unit": 2.0**-102}, "unit must be a positive number"),
+        ({"unit": 2.0**100}, "unit must be a positive number"),
     ],
 )
 def test_rules_of_a_trellis(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         replace(LINEAR, **change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"window_bits": 4, "masks": (1,), "steps": (0, 1)},
+        {"window_bits": 12},
+        {"masks": (1, 1023, 265, 530)},
+        {"steps": (-2047, 2047) * 8},
+        {"unit": 1 + 2.0**-12},
+        {"unit": 2.0**-101},
+        {"unit": 2.0**99},
+    ],
+    ids=str,
+)
+def test_as_far_as_the_rules_go(change: dict[str, object]) -> None:
+    """Levels stay float32 numbers there."""
+    for level in state_levels(replace(LINEAR, **change)):
+        assert level == torch.tensor(level, dtype=torch.float32).item()
 
 
 def test_rules_of_a_trellis_mode() -> None:
@@ -109,5 +143,7 @@ def test_rules_of_a_trellis_mode() -> None:
         mode.with_rounding(Rounding.HALF_EVEN)
     with pytest.raises(ValueError, match=r"^x must be at least 5 for a trellis with a window"):
         mode.without_rotation().check_head_dim(4, "x")
+    mode.without_rotation().check_head_dim(8)
+    TRELLISES["linear_2_10"].check_head_dim(5)
     with pytest.raises(ValueError, match=r"^head_dim must be divisible by 16"):
         mode.check_head_dim(40)
