@@ -59,8 +59,8 @@ def guess_index(
     places = (np.array(thresholds) - thresholds[0]) * exact
     cubic, *_ = np.linalg.lstsq(places[:, None] ** powers, wanted, rcond=None)
     cubic = np.array([to_float32(float(v)) for v in cubic])
-    # Judged with the rounded numbers, and saturated as the kernel does.
-    found = np.clip(np.array(thresholds) * scale + offset, 0.0, 1.0)
+    # Judged with the rounded numbers.
+    found = np.array(thresholds) * scale + offset
     errors = np.abs(found[:, None] ** powers @ cubic - wanted)
     between = np.linspace(0.0, 1.0, 4096)[:, None] ** powers @ cubic
     if errors.max() > GUESS_ERROR or np.diff(between).min() <= 0:
