@@ -66,7 +66,7 @@ def write_score(path: Path, rows: list[Row], command: str) -> Row:
     rows = sorted(rows, key=lambda row: list(SUBSETS).index(row["file"]))
     total: Row = {
         "file": "all",
-        "commit": " ".join(sorted({row["commit"] for row in rows})),
+        "commit": " ".join(sorted({one for row in rows for one in row["commit"].split()})),
         "total": sum(row["total"] for row in rows),
         "killed": sum(row["killed"] for row in rows),
         "equivalent": sum(row["equivalent"] for row in rows),
