@@ -4,6 +4,8 @@ Without a model there is a tiny one with random weights, and the text is random 
 how, and says nothing about models. `kvq eval` does the same for a real text, with standard errors
 over windows, and goes on where it was stopped.
 
+Needs transformers: pip install 'kvq[hf]'.
+
 python examples/compare_recipes.py [FOLDER_OR_GGUF TEXT]
 """
 

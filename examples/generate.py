@@ -1,5 +1,7 @@
 """Generate with a packed cache, and say what it took.
 
+Needs transformers: pip install 'kvq[hf]'.
+
 python examples/generate.py FOLDER_OR_GGUF int4 int2 "The first thing a reader sees is"
 """
 

@@ -103,5 +103,8 @@ def _cell(value: object) -> Text:
 
 
 def _visible(text: str) -> str:
-    """`text` with its control characters escaped: a file must not move the cursor."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """`text` with its control characters escaped, but for ends of lines: a file must not move the
+    cursor."""
+    return "".join(
+        c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text
+    )

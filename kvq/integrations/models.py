@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvq.checks import check_choice, check_device_name, check_storage
+from kvq.integrations.observe import import_optional
 
 #: Shapes of models, by name.
 _SHAPES: Final[dict[str, dict[str, Any]]] = {
@@ -106,17 +107,18 @@ def random_model(shape: str, device: str, dtype: torch.dtype) -> Any:
     Raises:
         ValueError: There is no such shape.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    transformers = import_optional("transformers")
     check_choice("shape", shape, tuple(_SHAPES))
     check_device_name(device)
     check_storage("dtype", dtype)
-    config = LlamaConfig(**_SHAPES[shape], eos_token_id=None, bos_token_id=None, dtype=dtype)
+    config = transformers.LlamaConfig(
+        **_SHAPES[shape], eos_token_id=None, bos_token_id=None, dtype=dtype
+    )
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return LlamaForCausalLM(config).eval()
+            return transformers.LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(before)
 

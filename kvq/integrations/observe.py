@@ -33,7 +33,7 @@ def import_optional(name: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        raise ImportError(f"capturing from a model needs {name}: pip install 'kvq[hf]'") from error
+        raise ImportError(f"Hugging Face models need {name}: pip install 'kvq[hf]'") from error
 
 
 def observe(
