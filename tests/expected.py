@@ -247,6 +247,9 @@ def _decode(codes: np.ndarray, words: np.ndarray, mode: Mode, head_dim: int) -> 
             # Widened, a word that is not finite stays so.
             words = oracle._widened(words).view(np.uint32)
         rotated = words.view(np.float32)[:, None] * _book(mode).levels[unpacked.astype(np.int64)]
-    values = oracle.hadamard(rotated, signs, inverse=True) + oracle.ZERO
+    values = oracle.hadamard(rotated, signs, inverse=True)
+    if signs or mode.grid is not Grid.UNSIGNED:
+        # Of negative scales, which nobody writes, the plain product keeps the sign of a zero.
+        values = values + oracle.ZERO
     nan = oracle.word_is_nan_row(name, words)
     return np.where(nan[:, None], np.uint32(0x7FC00000).view(np.float32), values)

@@ -71,5 +71,5 @@ def test_a_codebook_is_fitted_to_them(tmp_path: Path) -> None:
     assert centered.levels != plain.levels
     assert f"centered by a calibration (sha256 {calibration.sha256})" in centered.provenance.source
     assert error("fit", "--law", "norm", "--levels", 4, "--calibration", out).startswith(
-        "--calibration must come with --from"
+        "calibration must be left out with --law"
     )

@@ -337,7 +337,7 @@ def test_modes_that_do_not_fit(activations: Activations, tmp_path: Path) -> None
 
 
 def test_settings_have_rules() -> None:
-    with pytest.raises(ValueError, match="page must be positive, got 0"):
+    with pytest.raises(ValueError, match="page must be at least 1, got 0"):
         Settings(page=0)
     with pytest.raises(ValueError, match="drift_queries must be at most 1"):
         Settings(drift_queries=2.0)

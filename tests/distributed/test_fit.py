@@ -259,7 +259,9 @@ def test_which_files(tmp_path: Path) -> None:
         find_files([tmp_path / "other-*"])
     fit = ("fit", "--levels", 4, "--out", tmp_path / "c.st")
     assert "missing: cannot be read" in error(*fit, "--from", tmp_path / "missing")
-    assert "--resume must come with --from" in error(*fit, "--law", "norm", "--resume", tmp_path)
+    assert "resume must be left out with --law" in error(
+        *fit, "--law", "norm", "--resume", tmp_path
+    )
     assert "device must be one that torch finds" in error(
         *fit, "--from", tmp_path, "--device", "cuda:99" if torch.cuda.is_available() else "cuda"
     )

@@ -46,7 +46,9 @@ def test_the_bytes_of_a_row_lie_side_by_side(name: str) -> None:
     codes, words = torch.zeros(2, 1, 4, 64, dtype=torch.uint8)[..., ::2], torch.zeros(2, 1, 4)
     cache = PagedKV(codes, words, INT8, kvq.Layout.HND)
     x = torch.zeros(1, 1, 32)
-    with pytest.raises(ValueError, match=r"^cache\.codes must have the bytes of a row side by"):
+    with pytest.raises(
+        ValueError, match=r"^key_cache\.codes must have the bytes of a row side by"
+    ):
         tier_of(name).reshape_and_cache(x, x, cache, cache, torch.tensor([0]))
     with pytest.raises(ValueError, match="side by side, got a stride of 2"):
         tier_of(name).copy_blocks(cache, torch.tensor([[0, 1]]))
