@@ -295,7 +295,7 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     from kvq.integrations.capture import load_model
 
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"needs transformers: pip install 'kvq\[hf\]'"):
+    with pytest.raises(ImportError, match=r"need transformers: pip install 'kvq\[hf\]'"):
         load_model(tmp_path)
 
 

@@ -25,13 +25,22 @@ def log2(n):
 
 
 @triton.jit
+def widen(x):
+    """`x` as float32: a bfloat16 on its bits, since the interpreter's cast loses subnormals."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def load_rows(base, live, D: tl.constexpr, C: tl.constexpr):
     """`[C, R]` float32 of the rows that start at `base` `[R]`, where `live` `[R]`."""
     channel = tl.arange(0, C)[None, :]
     mask = live[:, None]
     if D != C:
         mask = mask & (channel < D)
-    return tl.load(base[:, None] + channel, mask=mask, other=0.0).permute(1, 0).to(tl.float32)
+    return widen(tl.load(base[:, None] + channel, mask=mask, other=0.0).permute(1, 0))
 
 
 @triton.jit
