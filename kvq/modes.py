@@ -564,5 +564,6 @@ def mode(name: str | Mode) -> Mode:
     full = name if name in MODES else name + SUFFIX
     if full not in MODES:
         valid = ", ".join(short_name(known) for known in MODES)
-        raise ValueError(f"mode must be one of {valid}, got {name!r}")
+        hint = "; names are in lower case" if {name.lower(), full.lower()} & MODES.keys() else ""
+        raise ValueError(f"mode must be one of {valid}, got {name!r}{hint}")
     return MODES[full]

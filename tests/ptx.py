@@ -41,7 +41,7 @@ _STEPS: Final = {
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
     "xor.b32": lambda a, b: a ^ b,
-    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "mul.lo.u32": lambda a, b: a * b,
     "lop3.b32": _lop3,
     "prmt.b32": _prmt,
 }

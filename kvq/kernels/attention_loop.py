@@ -16,6 +16,7 @@ from kvq.kernels.attention_pages import (
     find_sequence,
     key_range,
     load_count,
+    high_byte,
     load_side,
     load_words,
     look_up_pages,
@@ -306,9 +307,9 @@ def attend_kernel(
     KEY_UNIT: tl.constexpr = pick(KEY, "unit_bytes")
     VALUE_UNIT: tl.constexpr = pick(VALUE, "unit_bytes")
     key_high_at = key_high_ptr + head.to(tl.int64) * (key_head * KEY_UNIT)
-    key_high_at = key_high_at + (unit * KEY_UNIT // 2)[None, :]
+    key_high_at = key_high_at + high_byte(unit, KEY)[None, :]
     value_high_at = value_high_ptr + head.to(tl.int64) * (value_head * VALUE_UNIT)
-    value_high_at = value_high_at + by_channel(value_unit * VALUE_UNIT // 2, SPEC)
+    value_high_at = value_high_at + by_channel(high_byte(value_unit, VALUE), SPEC)
     if ONE_PAGE:
         key_at = key_at + inside[:, None] * KEY_TOKEN
         value_at = value_at + by_value(value_inside, SPEC) * VALUE_TOKEN

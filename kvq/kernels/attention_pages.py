@@ -173,6 +173,17 @@ def _load(lanes, row, live, ONE_PAGE: tl.constexpr, AXIS: tl.constexpr, WHOLE: t
 
 
 @triton.jit
+def high_byte(unit, SIDE: tl.constexpr):
+    """Where the high bits of an integer of three-bit codes are: as a product and a quotient of two
+    the compiler does not see that they are neighbors, and loads them one by one."""
+    if pick(SIDE, "unit_bytes") == 1:
+        byte = unit // 2
+    else:
+        byte = unit
+    return byte
+
+
+@triton.jit
 def load_side(
     side,
     pages,
@@ -191,7 +202,7 @@ def load_side(
     KIND: tl.constexpr = pick(SIDE, "kind")
     BELOW: tl.constexpr = (1 << pick(SIDE, "streams")) - 1
     step = next_unit - unit
-    high_step = next_unit * UNIT // 2 - unit * UNIT // 2
+    high_step = high_byte(next_unit, SIDE) - high_byte(unit, SIDE)
     tiles = ()
     highs = ()
     for i in tl.static_range(pick(SPEC, "tile") // pick(SPEC, "piece")):

@@ -304,27 +304,9 @@ def _halves_ptx(spec, stream):
     words = spec.level_bits
     low = [word & 0xFF for word in words]
     high = [word >> 8 for word in words]
-    if spec.bits == 3:
-        # The codes of both integers come to lie in the two lowest nibbles.
-        tables = [_pack_bytes(table[i : i + 4]) for table in (low, high) for i in (0, 4)]
-        return (
-            "{ .reg .b32 s, t, l, h; "
-            f"shr.u32 s, $1, {2 * stream}; and.b32 s, s, 0x00030003; "
-            f"shr.u32 t, $2, {stream}; and.b32 t, t, 0x00010001; mad.lo.u32 s, t, 4, s; "
-            "shr.u32 t, s, 12; or.b32 s, s, t; "
-            f"prmt.b32 l, {tables[0]:#x}, {tables[1]:#x}, s; "
-            f"prmt.b32 h, {tables[2]:#x}, {tables[3]:#x}, s; prmt.b32 $0, l, h, 0x5140; }}"
-        )
     head = "{ .reg .b32 y, s, z, g, l, h, m, n; prmt.b32 y, $1, $1, 0x3120; "
-    if spec.bits == 2:
-        odd, which = stream % 2, stream // 2
-        # Byte i of both integers lies in half i // 1 of y: nibbles of one parity choose.
-        pair, nibble = which // 2, which % 2
-        head += f"shr.u32 s, y, {16 * pair + 2 * odd}; and.b32 s, s, 0x3333; "
-        lo, hi = _pack_bytes(low), _pack_bytes(high)
-        head += f"prmt.b32 l, {lo:#x}, {lo:#x}, s; prmt.b32 h, {hi:#x}, {hi:#x}, s; "
-    else:
-        pair, nibble = stream // 2, stream % 2
+    if spec.bits == 4:
+        pair, nibble = divmod(stream, 2)
         head += f"shr.u32 s, y, {16 * pair}; and.b32 m, s, 0x7777; shl.b32 z, s, 4; "
         head += "prmt.b32 g, z, s, 0xd9c8; "
         for name, table in (("l", low), ("h", high)):
@@ -332,6 +314,21 @@ def _halves_ptx(spec, stream):
             head += f"prmt.b32 {name}, {parts[0]:#x}, {parts[1]:#x}, m; "
             head += f"prmt.b32 n, {parts[2]:#x}, {parts[3]:#x}, m; "
             head += f"lop3.b32 {name}, g, n, {name}, 0xca; "
+    else:
+        # Byte i of both integers lies in half i of y: nibbles of one parity choose.
+        which, odd = divmod(stream, 2)
+        pair, nibble = divmod(which, 2)
+        head += f"shr.u32 s, y, {2 * odd}; and.b32 s, s, 0x33333333; "
+        if spec.bits == 3:
+            # Four high bits in each byte of z; a product moves two of them to where nibbles end.
+            head += "shr.u32 z, $2, 4; prmt.b32 z, $2, z, 0x6420; "
+            mask, factor = (0x0A0A0A0A, 0x0A) if odd else (0x05050505, 0x14)
+            head += f"and.b32 z, z, {mask:#x}; mul.lo.u32 z, z, {factor:#x}; "
+            head += "and.b32 z, z, 0x44444444; or.b32 s, s, z; "
+        head += f"shr.u32 s, s, {16 * pair}; "
+        for name, table in (("l", low), ("h", high)):
+            parts = [_pack_bytes(table[i : i + 4]) for i in (0, len(table) - 4)]
+            head += f"prmt.b32 {name}, {parts[0]:#x}, {parts[1]:#x}, s; "
     last = nibble | 4 + nibble << 4 | 2 + nibble << 8 | 6 + nibble << 12
     return head + f"prmt.b32 $0, l, h, {last:#x}; }}"
 

@@ -30,7 +30,7 @@ NAMED: list[Row] = [
     (None, TypeError, "mode must be a name or a Mode, got NoneType"),
     (4, TypeError, "mode must be a name or a Mode, got int"),
     ("int5", ValueError, f"mode must be one of {MODES}, got 'int5'"),
-    ("INT4", ValueError, f"mode must be one of {MODES}, got 'INT4'"),
+    ("INT4", ValueError, f"mode must be one of {MODES}, got 'INT4'; names are in lower case"),
     ("", ValueError, f"mode must be one of {MODES}, got ''"),
 ]
 #: Of a mode in a tier, which takes no name.
