@@ -1,11 +1,12 @@
 """The trellis codes once more, in numpy, for `tests/oracle.py`: from the text of `Trellis` alone.
 
-Rows are searched one by one, with the transitions written out as tables of states. The two codes
+The transitions are written out as tables of states. The two codes
 are written down again: a change of the table in the package is a change of the storage format.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,7 @@ CODES = {
 }
 
 
+@lru_cache
 def state_levels(code: Code) -> np.ndarray:
     """Float32 level of each state: the label's bits are parities, counted digit by digit."""
     levels = []
@@ -72,43 +74,46 @@ def search(code: Code, z: np.ndarray) -> np.ndarray:
     overlaps = 2 ** (code.window_bits - code.bits)
     # Every way into an overlap: the states, by the code they leave behind.
     ways = np.arange(overlaps)[:, np.newaxis] * 2**code.bits + np.arange(2**code.bits)
-    return np.stack([_search_row(row, levels[ways], ways % overlaps) for row in z]).astype(
-        np.uint8
-    )
-
-
-def _search_row(z: np.ndarray, levels: np.ndarray, before: np.ndarray) -> np.ndarray:
-    head_dim = len(z)
+    levels, before = levels[ways], ways % overlaps
+    head_dim = z.shape[1]
     half = head_dim // 2
-    turned = z[(np.arange(head_dim) + half) % head_dim]
-    free = np.zeros(len(before), dtype=np.float32)
+    turned = z[:, (np.arange(head_dim) + half) % head_dim]
+    free = np.zeros((len(z), overlaps), dtype=np.float32)
     costs, choices = _pass(turned, free, levels, before)
-    _, overlap = _back(choices, int(np.argmin(costs)), before, head_dim - half)
-    closed = np.full(len(before), np.inf, dtype=np.float32)
-    closed[overlap] = 0.0
+    _, overlap = _back(choices[half:], costs.argmin(axis=1), before)
+    closed = np.full(free.shape, np.inf, dtype=np.float32)
+    closed[np.arange(len(z)), overlap] = 0.0
     _, choices = _pass(z, closed, levels, before)
-    codes, _ = _back(choices, overlap, before, 0)
-    return np.array(codes)
+    codes, _ = _back(choices, overlap, before)
+    return codes
 
 
 def _pass(
     w: np.ndarray, costs: np.ndarray, levels: np.ndarray, before: np.ndarray
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    choices = []
-    for number in w:
-        d = number - levels
-        candidates = costs[before] + d * d
-        # The first of equal ones.
-        choices.append(candidates.argmin(axis=1))
-        costs = candidates.min(axis=1)
+) -> tuple[np.ndarray, np.ndarray]:
+    """Costs after all numbers of rows ``[R, D]``, and choices ``[D, R, overlaps]``."""
+    choices = np.zeros((w.shape[1], *costs.shape), dtype=np.uint8)
+    for t, number in enumerate(w.T):
+        candidates = []
+        for code in range(before.shape[1]):
+            d = number[:, np.newaxis] - levels[:, code]
+            candidates.append(costs.take(before[:, code], axis=1) + d * d)
+        costs, choice = candidates[0], choices[t]
+        for code, candidate in enumerate(candidates[1:], 1):
+            # The first of equal ones.
+            lower = candidate < costs
+            costs = np.where(lower, candidate, costs)
+            np.copyto(choice, code, where=lower, casting="unsafe")
     return costs, choices
 
 
 def _back(
-    choices: list[np.ndarray], overlap: int, before: np.ndarray, stop: int
-) -> tuple[list[int], int]:
+    choices: np.ndarray, overlap: np.ndarray, before: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes ``[R, steps]`` of the ways that end in overlaps ``[R]``, and where they begin."""
     codes = []
-    for choice in reversed(choices[stop:]):
-        codes.append(int(choice[overlap]))
-        overlap = int(before[overlap, codes[-1]])
-    return codes[::-1], overlap
+    for choice in choices[::-1]:
+        code = choice[np.arange(len(overlap)), overlap]
+        overlap = before[overlap, code]
+        codes.append(code)
+    return np.stack(codes[::-1], axis=1), overlap

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvq import reference
 from kvq.modes import MODES, Mode
-from kvq.tier import Layout, PagedKV, word_dtype
+from kvq.tier import Layout, PagedKV, new_paged_kv, word_dtype
 from tests.cases import DTYPES, HEAD_DIMS, SHAPES, Launch, covering_launches
 from tests.compare import assert_bit_exact
 
@@ -44,8 +44,9 @@ def padded_pages(launch: Launch, tokens: int, heads: int) -> tuple[PagedKV, Tens
 def assert_parity(launch: Launch) -> None:
     """Quantized, dequantized, and written to padded pages in reverse order."""
     x = launch.x(DEVICE)
-    if launch.mode.trellis is not None and DEVICE == "cpu":
-        # The interpreter searches some 30 rows a second.
+    slow = launch.mode.trellis is not None and DEVICE == "cpu"
+    if slow:
+        # The interpreter takes seconds for each search, of however few rows.
         x = x[:2, :1]
     want = reference.quantize(x, launch.mode)
     got = kernels.quantize(x, launch.mode)
@@ -56,6 +57,8 @@ def assert_parity(launch: Launch) -> None:
         reference.dequantize(*want, launch.mode, launch.head_dim),
         "values",
     )
+    if slow and launch.head_dim > 128:
+        return
     # A write has a program for each head, and the interpreter pays for each.
     x = x.transpose(0, 1) if len(x) == 1 else x[:, :2]
     tokens, heads, _ = x.shape
@@ -63,7 +66,13 @@ def assert_parity(launch: Launch) -> None:
     pages = []
     for tier in (kernels, reference):
         cache, codes, words = padded_pages(launch, tokens, heads)
-        tier.reshape_and_cache(x, x, cache, cache, mapping)
+        values = cache
+        if slow:
+            blocks = tokens // BLOCK_SIZE + 2
+            values = new_paged_kv(
+                blocks, BLOCK_SIZE, heads, launch.head_dim, "int8", layout=launch.layout
+            )
+        tier.reshape_and_cache(x, x, cache, values, mapping)
         pages.append((codes, words))
     for actual, expected in zip(*pages, strict=True):
         assert_bit_exact(actual, expected, "pages")
