@@ -34,8 +34,21 @@ def _prmt(a: Register, b: Register, selector: Register) -> Register:
     return out
 
 
+def _shuffle(a: Register, lane: Register, clamp: Register, members: Register) -> Register:
+    """What other threads have, `[..., 32]`."""
+    assert (clamp == 31).all()
+    assert (members == _WORD).all()
+    return np.take_along_axis(a, lane.astype(np.int64), axis=-1)
+
+
 _STEPS: Final = {
     "mov.b32": lambda a: a,
+    "mov.u32": lambda a: a,
+    "add.u32": lambda a, b: a + b,
+    "setp.eq.u32": lambda a, b: (a == b).astype(np.uint64),
+    "setp.ge.u32": lambda a, b: (a >= b).astype(np.uint64),
+    "selp.b32": lambda a, b, p: np.where(p == 1, a, b),
+    "shfl.sync.idx.b32": _shuffle,
     "shr.u32": lambda a, n: a >> n,
     "shl.b32": lambda a, n: a << n,
     "and.b32": lambda a, b: a & b,
@@ -48,17 +61,23 @@ _STEPS: Final = {
 
 
 def run_ptx(text: str, *inputs: Register) -> Register:
-    """What the instructions leave in `$0`, if `$1`, `$2`, ... hold the inputs (32 bits each).
+    """What the instructions leave in `$0`, if `$1`, `$2`, ... hold the inputs (32 bits each)."""
+    return run_ptx_to(1, text, *inputs)[0]
+
+
+def run_ptx_to(outputs: int, text: str, *inputs: Register) -> list[Register]:
+    """The same with several outputs before the inputs; the last axis is that of threads, if asked.
 
     Registers start as noise, so a read of one that was never written shows.
     """
     noise = np.random.default_rng(0)
-    registers = {f"${i + 1}": x.astype(np.uint64) for i, x in enumerate(inputs)}
+    registers = {f"${i + outputs}": x.astype(np.uint64) for i, x in enumerate(inputs)}
+    registers["%laneid"] = np.arange(inputs[0].shape[-1], dtype=np.uint64)
     for line in text.strip("{} ").split(";"):
         found = re.fullmatch(r"\s*(\S+)\s+(.*?)\s*", line)
         if found is None:
             continue
-        names = [name.strip() for name in found[2].removeprefix(".b32").split(",")]
+        names = [re.sub(r"^\.\w+ ", "", name.strip()) for name in found[2].split(",")]
         if found[1] == ".reg":
             for name in names:
                 registers[name] = noise.integers(2**32, size=inputs[0].shape, dtype=np.uint64)
@@ -66,7 +85,7 @@ def run_ptx(text: str, *inputs: Register) -> Register:
         out, *rest = names
         numbers = [registers[x] if x in registers else np.uint64(int(x, 0)) for x in rest]
         registers[out] = _STEPS[found[1]](*np.broadcast_arrays(*numbers)) & _WORD
-    return registers["$0"]
+    return [registers[f"${i}"] for i in range(outputs)]
 
 
 def halves_of(register: Register) -> NDArray[np.float64]:

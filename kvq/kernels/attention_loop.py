@@ -14,9 +14,9 @@ import triton.language as tl
 from kvq.kernels.attention_pages import (
     bad_entries,
     find_sequence,
+    high_byte,
     key_range,
     load_count,
-    high_byte,
     load_side,
     load_words,
     look_up_pages,

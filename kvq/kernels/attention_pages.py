@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.rows import pick
+from kvq.kernels.trellis_operands import next_integers
 
 
 @triton.jit
@@ -183,6 +184,13 @@ def high_byte(unit, SIDE: tl.constexpr):
     return byte
 
 
+@triton.constexpr_function
+def _asks_threads(spec, side):
+    """Whether what follows an integer comes from another thread. Loads of single integers cannot
+    run ahead, and would keep those of the tile from it."""
+    return spec.transposes and side.padded == 16 and side.count % 8 == 0
+
+
 @triton.jit
 def load_side(
     side,
@@ -215,7 +223,9 @@ def load_side(
             high = _load(high_at, row * UNIT, live, ONE_PAGE, AXIS, WHOLE).to(tl.int16)
             if UNIT == 1:
                 high = high >> (unit % 2 * 4)
-        if KIND == "labels":
+        if KIND == "labels" and _asks_threads(SPEC, SIDE):
+            high = next_integers(x, SIDE, AXIS == 0)
+        elif KIND == "labels":
             high = _load(at + step, row, live, ONE_PAGE, AXIS, WHOLE)
         if KIND == "states":
             # Each integer with the one after it above.

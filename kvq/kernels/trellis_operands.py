@@ -148,3 +148,45 @@ def labels_ptx(spec, stream):
     # A byte below 128 chosen by its sign is the zero byte that a subnormal needs.
     last = nibble | 8 + nibble << 4 | 4 + nibble << 8 | 12 + nibble << 12
     return body + f"prmt.b32 $0, a, b, {last:#x}; }}"
+
+
+@triton.constexpr_function
+def next_ptx(side, keys):
+    """The integers after those of an operand of 16 tokens by 16, from the threads that hold them.
+
+    `$0` to `$3` become what follows `$4` to `$7`. Of the first 8 integers a thread has one of
+    values (of two pairs of tokens) or one pair of keys (of two tokens) in two registers, and of
+    the last 8 in two more: `operand_layout.py` sees to it that operands lie so. What follows is
+    with the next thread; what follows the last thread's is the first thread's, of the other 8 if
+    there are as many.
+
+    Args:
+        side: Whose `count` of integers is 8 or 16.
+        keys: A row of the operand is a key; else a column is a value.
+    """
+    body = "{ .reg .pred p; .reg .b32 l, n, t, a0, a1, a2, a3; mov.u32 l, %laneid; "
+    if keys:
+        body += "add.u32 n, l, 1; lop3.b32 n, n, l, 3, 0xe4; and.b32 l, l, 3; "
+        body += "setp.eq.u32 p, l, 3; "
+    else:
+        body += "add.u32 n, l, 4; and.b32 n, n, 31; setp.ge.u32 p, l, 28; "
+    for i in range(4):
+        body += f"shfl.sync.idx.b32 a{i}, ${i + 4}, n, 31, 0xffffffff; "
+    for i in range(4):
+        body += f"selp.b32 t, a{(i + 2) % (side.count // 4)}, a{i}, p; "
+        # Keys are pairs of neighbors, of which the second is what follows the first.
+        body += f"prmt.b32 ${i}, ${i + 4}, t, 0x5432; " if keys else f"mov.b32 ${i}, t; "
+    return body + "}"
+
+
+@triton.jit
+def next_integers(x, SIDE: tl.constexpr, KEYS: tl.constexpr):
+    """`next_ptx` of all 16-bit integers of a tile."""
+    return tl.inline_asm_elementwise(
+        next_ptx(SIDE, KEYS),
+        "=&r,=&r,=&r,=&r,r,r,r,r",
+        [x],
+        dtype=tl.int16,
+        is_pure=True,
+        pack=8,
+    )

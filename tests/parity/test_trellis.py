@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from kvq.trellis import TRELLISES
 from tests.attention_budget import assert_within_budget
 from tests.attention_cases import INT4, make_batch
 from tests.compare import assert_bit_exact
-from tests.ptx import halves_of, run_ptx
+from tests.ptx import halves_of, run_ptx, run_ptx_to
 
 kernels = pytest.importorskip("kvq.kernels")
 launch = pytest.importorskip("kvq.kernels.launch")
@@ -114,6 +116,56 @@ def test_a_window_too_wide_for_rows_on_odd_bytes() -> None:
 
 
 # ------------------------------------------------------- what only a GPU runs, one step at a time
+
+
+#: Of an operand of 16 x 16 integers, where each bit of a thread's number leads, and each of the
+#: number of an integer among a thread's eight: of keys by integers, of integers by values.
+KEY_LANES, KEY_PLACES = ((0, 2), (0, 4), (1, 0), (2, 0), (4, 0)), ((0, 1), (8, 0), (0, 8))
+VALUE_LANES, VALUE_PLACES = ((0, 4), (0, 8), (1, 0), (2, 0), (4, 0)), ((0, 1), (0, 2), (8, 0))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
+def test_what_follows_comes_from_other_threads(keys: bool, head_dim: int) -> None:
+    spec = operands.side_spec(TRELLIS2, head_dim, 2, 2.0**-11, True)
+    integers = np.random.default_rng(0).integers(2**16, size=(16, 16)).astype(np.uint64)
+    after = np.roll(integers[:, : spec.count], -1, axis=1)
+    lanes, places = (KEY_LANES, KEY_PLACES) if keys else (VALUE_LANES, VALUE_PLACES)
+    number = np.arange(2**8)
+    lane, place = number % 32, number // 32
+    at = np.zeros((2, 2**8), dtype=np.int64)
+    for bit, bases in ((lane, lanes), (place, places)):
+        for i, basis in enumerate(bases):
+            at += (bit >> i & 1) * np.array(basis)[:, None]
+    token, integer = at if keys else at[::-1]
+    assert len(set(zip(token.tolist(), integer.tolist(), strict=True))) == 2**8
+    held = integers[token, integer].reshape(4, 2, 32)
+    text = trellis_operands.next_ptx.fn(spec, keys)
+    found = run_ptx_to(4, text, *(held[:, 0] | held[:, 1] << np.uint64(16)))
+    got = np.stack([np.stack([each & MASK, each >> np.uint64(16)]) for each in found]).reshape(-1)
+    live = integer < spec.count
+    assert np.array_equal(got[live], after[token[live], integer[live]])
+
+
+@pytest.mark.parametrize(
+    ("step", "width", "version", "right"),
+    [(1, 2, 2, True), (4, 4, 2, True), (1, 4, 2, False), (4, 2, 2, False), (1, 2, 3, False)],
+)
+def test_a_kernel_that_asks_the_wrong_threads_is_refused(
+    step: int, width: int, version: int, right: bool
+) -> None:
+    layout = pytest.importorskip("kvq.kernels.operand_layout")
+    operand = f"tensor<16x16xi16, #ttg.dot_op<{{opIdx = 0, parent = #mma, kWidth = {width}}}>>"
+    text = (
+        f"#mma = #ttg.nvidia_mma<{{versionMajor = {version}, versionMinor = 0, "
+        "warpsPerCTA = [1, 1], instrShape = [16, 8]}>\n"
+        f'%a = tt.elementwise_inline_asm "add.u32 n, l, {step}; shfl.sync.idx.b32" %b : {operand} '
+        f"-> {operand} loc(#loc1)\n"
+    )
+    assert (layout.misplaced_neighbors(text) == []) is right
+    kernel = SimpleNamespace(hash=f"{step} {width} {version}", asm={"ttgir": text})
+    with nullcontext() if right else pytest.raises(RuntimeError, match="must lie as operands"):
+        layout.check_operand_layout(kernel)
 
 
 def test_labels_in_registers() -> None:
