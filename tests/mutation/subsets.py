@@ -139,6 +139,10 @@ _ATTENTION: Final = (
     f"{_PAGES}::test_float32_queries_see_the_last_bits_of_a_scale",
     f"{_PAGES}::test_nothing_visible_is_zero_even_for_a_nan_query",
     f"{_PAGES}::test_a_nan_value_counts_even_where_its_weight_vanishes",
+    f"{_PAGES}::test_keys_whose_biases_are_all_the_least_number_are_seen",
+    f"{_PAGES}::test_windows_of_a_program_begin_in_different_tiles",
+    f"{_PAGES}::test_rows_of_an_odd_number_of_bytes",
+    f"{_PAGES}::test_the_hyperbolic_tangent_is_accurate_relative_to_its_value",
     *_cases(
         f"{_PAGES}::test_a_covering_array",
         "int4_per_token_head-lloyd2_norm_match_per_token_head-"
@@ -265,6 +269,7 @@ SUBSETS: Final[dict[str, Subset]] = {
             f"tests/parity/test_trellis.py::test_{name}"
             for name in (
                 *("labels_in_registers", "a_window_too_wide_for_rows_on_odd_bytes"),
+                "what_follows_comes_from_other_threads",
                 *("rows_on_odd_bytes", "attention"),
             )
         ),

@@ -18,7 +18,10 @@ from tests.attention_budget import assert_within_budget
 from tests.attention_cases import INT2, INT4, INT8, NO_BLOCK, Batch, make_batch, same
 from tests.cases import VARIANTS, _even_levels
 
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 kernels = pytest.importorskip("kvq.kernels")
+tanh = pytest.importorskip("kvq.kernels.attention_tile").tanh
 launch = pytest.importorskip("kvq.kernels.launch")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -571,6 +574,54 @@ def test_a_short_bias_ends() -> None:
     long[..., :4] = short
     result = batch.run(AttentionFeatures(logit_bias=short), tier=kernels, check=False)
     assert same(result, batch.run(AttentionFeatures(logit_bias=long), tier=kernels))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_keys_whose_biases_are_all_the_least_number_are_seen(dtype: torch.dtype) -> None:
+    batch = make_batch([37], [2], heads=(2, 1), dtype=dtype)
+    bias = torch.full((1, 1, 37), torch.finfo(torch.float32).min)
+    assert_within_budget(batch, AttentionFeatures(logit_bias=bias), tier=kernels)
+    result = batch.run(AttentionFeatures(logit_bias=bias), tier=kernels)
+    mean = batch.values[0].mean(0).expand(2, -1)
+    torch.testing.assert_close(result.output[1].double(), mean, atol=2e-3, rtol=0.0)
+
+
+def test_windows_of_a_program_begin_in_different_tiles() -> None:
+    """The first of eight queries sees keys of a tile before that of the last one's window."""
+    lengths = list(range(100, 132, 4))
+    batch = make_batch(lengths, [8] * len(lengths), heads=(2, 1), dtype=torch.float16)
+    assert_within_budget(batch, AttentionFeatures(window=40), tier=kernels)
+
+
+def test_rows_of_an_odd_number_of_bytes() -> None:
+    """Beside each other, and with a gap that makes their strides even."""
+    batch = make_batch([21], [1], heads=(2, 1), dims=(17, 19), modes=(INT8, INT8))
+    batch = replace(batch, query=batch.query.to(torch.float16))
+    assert_within_budget(batch, tier=kernels)
+    apart = {}
+    for side in ("key_cache", "value_cache"):
+        codes = getattr(batch, side).codes
+        wider = torch.zeros((*codes.shape[:-1], codes.shape[-1] + 1), dtype=torch.uint8)
+        wider[..., :-1] = codes
+        apart[side] = getattr(batch, side)._replace(codes=wider[..., :-1])
+    assert same(replace(batch, **apart).run(tier=kernels), batch.run(tier=kernels))
+
+
+@triton.jit
+def _tanh_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    place = tl.arange(0, N)
+    tl.store(out_ptr + place, tanh(tl.load(x_ptr + place)))
+
+
+def test_the_hyperbolic_tangent_is_accurate_relative_to_its_value() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.logspace(-20, 4, 1024, base=2.0, device=device)
+    x = torch.cat([x, -x])
+    got = torch.empty_like(x)
+    _tanh_kernel[(1,)](x, got, len(x))
+    error = (got.double() / x.double().tanh() - 1).abs()
+    # Where the two ways meet the value is 0.2: some ulps of 1 over that.
+    assert error.max() <= 2.0**-19
 
 
 @pytest.mark.parametrize("side", ["key", "value"])

@@ -81,7 +81,9 @@ def test_no_rows() -> None:
 def test_hadamard_transform(rotation: Rotation, head_dim: int, inverse: bool) -> None:
     x = planted_rows(0, 96, head_dim, device=DEVICE)
     x = x[torch.isfinite(x).all(1) & (x.abs().amax(1) < 2.0**100)]
-    for dtype in (torch.float32, torch.float16):
+    # Below the normal numbers of bfloat16 too.
+    x = torch.cat([x, torch.linspace(-1, 1, head_dim, device=DEVICE)[None] * 2.0**-128])
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
         rows = x.to(dtype).nan_to_num(0.0, 0.0, 0.0)
         assert_bit_exact(
             kernels.hadamard_transform(rows, rotation, inverse=inverse),
