@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -289,8 +289,10 @@ PREFILL_ROWS: Final = 64
 PREFILL_WARPS: Final = 4
 UNLIKE_ROWS: Final = 32
 UNLIKE_WARPS: Final = 2
-#: Query columns of a program with more than one token.
+#: Query columns of a program with more than one token; and of one for all tokens that fit in so
+#: few, which takes a third of the instructions less (int4, int2, int8).
 MOST_COLUMNS: Final = 16
+FEW_COLUMNS: Final = 8
 #: Bytes of codes of one side in an iteration; larger ones leave too few warps room.
 TILE_BYTES: Final = 4096
 #: Keys of a piece: the rows of one matrix operation.
@@ -301,6 +303,17 @@ ATTENTION_STAGES: Final = 3
 ATTENTION_REGISTERS: Final = 168
 #: The same where operands take more.
 CROWDED_REGISTERS: Final = 232
+
+
+def _query_ranges(heads: int) -> Iterator[tuple[int, int]]:
+    """New tokens of the sequences of each launch, from and to: one, few, more, and many."""
+    yield 1, 1
+    few = min(FEW_COLUMNS // heads, MOST_DECODED)
+    if few > 1:
+        yield 2, few
+    if few < MOST_DECODED:
+        yield max(few, 1) + 1, MOST_DECODED
+    yield MOST_DECODED + 1, 2**31 - 1
 
 
 def attention_plans(
@@ -335,7 +348,7 @@ def attention_plans(
     prefill_rows = PREFILL_ROWS if alike else UNLIKE_ROWS
     prefill_warps = PREFILL_WARPS if alike else UNLIKE_WARPS
     plans = []
-    for fewest, most in ((1, 1), (2, MOST_DECODED), (MOST_DECODED + 1, 2**31 - 1)):
+    for fewest, most in _query_ranges(heads):
         if most_queries < fewest:
             continue
         decodes = most <= MOST_DECODED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+
+#: Variants of a kernel that calls of one mode may compile; attention has one for one new token of
+#: a sequence, for few, for more and for many.
+MOST_VARIANTS = defaultdict(lambda: 3, attend_kernel=4, combine_kernel=4)
 
 
 class Launch(NamedTuple):

@@ -576,6 +576,17 @@ def test_a_short_bias_ends() -> None:
     assert same(result, batch.run(AttentionFeatures(logit_bias=long), tier=kernels))
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 16, 71])
+def test_every_number_of_new_tokens_has_one_launch(group: int) -> None:
+    plans = launch.attention_plans(group, 10**6, 64, 128, (64, 64), wide=False, crowded=False)
+    for tokens in (*range(1, 20), 500, 10**6):
+        (plan,) = [plan for plan in plans if plan.fewest <= tokens <= plan.most]
+        if 1 < tokens <= 8 // min(group, 16):
+            assert (plan.columns, plan.blocks) == (8, 1)
+        elif 1 < tokens <= 8:
+            assert plan.columns == 16
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_keys_whose_biases_are_all_the_least_number_are_seen(dtype: torch.dtype) -> None:
     batch = make_batch([37], [2], heads=(2, 1), dtype=dtype)

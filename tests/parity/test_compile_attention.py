@@ -87,7 +87,7 @@ def test_every_mode_on_hopper() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("tokens", [5, 200])
+@pytest.mark.parametrize("tokens", [2, 5, 200])
 def test_more_tokens_on_hopper(tokens: int) -> None:
     compiled("cuda:90", tokens, KINDS)
 
