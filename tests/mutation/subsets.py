@@ -25,6 +25,8 @@ def _cases(test: str, *cases: str) -> tuple[str, ...]:
 
 
 _REFERENCE: Final = "tests/reference/test_"
+#: Every rule that an argument can break.
+_BAD_INPUT: Final = "tests/bad_input/test_functions.py"
 #: The write path against the oracle: a variant of every part, and rows that are not ordinary.
 _ROWS: Final = (
     f"{_REFERENCE}rounding.py",
@@ -190,9 +192,10 @@ SUBSETS: Final[dict[str, Subset]] = {
             f"{_REFERENCE}codebook_files.py::test_faults",
             f"{_REFERENCE}lloyd_max.py::test_what_ships_is_what_its_recipe_fits",
             f"{_REFERENCE}lloyd_max.py::test_name_recipe_and_provenance",
+            _BAD_INPUT,
         ),
     ),
-    "kvq/trellis.py": Subset(20, _TABLES),
+    "kvq/trellis.py": Subset(20, (*_TABLES, _BAD_INPUT)),
     "kvq/scale_word.py": Subset(12, _ROWS),
     "kvq/modes.py": Subset(
         14,
@@ -210,7 +213,7 @@ SUBSETS: Final[dict[str, Subset]] = {
     "kvq/reference/rounding.py": Subset(10, _ROWS),
     "kvq/reference/packing.py": Subset(8, (f"{_REFERENCE}packing.py",)),
     "kvq/reference/hadamard.py": Subset(10, (f"{_REFERENCE}hadamard.py",)),
-    "kvq/reference/quantize.py": Subset(16, _ROWS),
+    "kvq/reference/quantize.py": Subset(16, (*_ROWS, _BAD_INPUT)),
     "kvq/reference/trellis.py": Subset(
         8,
         (
@@ -223,9 +226,9 @@ SUBSETS: Final[dict[str, Subset]] = {
         ),
     ),
     "kvq/reference/exact.py": Subset(6, (f"{_REFERENCE}exact.py",)),
-    "kvq/reference/cache.py": Subset(6, (f"{_REFERENCE}cache.py",)),
+    "kvq/reference/cache.py": Subset(6, (f"{_REFERENCE}cache.py", _BAD_INPUT)),
     "kvq/reference/attention.py": Subset(12, (f"{_REFERENCE}attention.py",)),
-    "kvq/reference/rotary.py": Subset(4, (f"{_REFERENCE}rotary.py",)),
+    "kvq/reference/rotary.py": Subset(4, (f"{_REFERENCE}rotary.py", _BAD_INPUT)),
     "kvq/reference/key_transforms.py": Subset(
         6,
         (
