@@ -41,7 +41,7 @@ fuzz: $(VENV)/installed-dev
 	while [ $$(date +%s) -lt $$end ]; do HYPOTHESIS_PROFILE=long $(PYTEST) --timeout 3600 tests/fuzz \
 	|| exit 1; done
 
-## Whether a test fails for each of some 370 small faults in the arithmetic: most of an hour.
+## Whether a test fails for each of some 370 small faults in the arithmetic: some twenty minutes.
 mutation: $(VENV)/installed-dev
 	$(BIN)/python -m tests.mutation --jobs $(WORKERS) --out results/mutation.json
 
