@@ -154,5 +154,5 @@ def test_writing(table: Table) -> None:
 def test_there_are_such_tables() -> None:
     heads = [table.head[0] for table in tables()]
     assert heads.count("batch x context") == 2
-    assert sum("KL divergence" in table.head for table in tables()) == 5
+    assert sum("KL divergence" in table.head for table in tables()) == 6
     assert sum({row[0] for row in table.rows} <= set(LAYOUTS) for table in tables()) == 2
