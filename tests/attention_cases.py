@@ -141,6 +141,17 @@ def make_batch(
     return Batch(query, caches[0], caches[1], table, seq_lens, q_lens, sides[0], sides[1])
 
 
+def with_odd_rows(batch: Batch) -> Batch:
+    """The same with a byte after each row of codes."""
+    sides = {}
+    for side in ("key_cache", "value_cache"):
+        codes = getattr(batch, side).codes
+        wider = codes.new_zeros((*codes.shape[:-1], codes.shape[-1] + 1))
+        wider[..., :-1] = codes
+        sides[side] = getattr(batch, side)._replace(codes=wider[..., :-1])
+    return replace(batch, **sides)
+
+
 def brute_force(batch: Batch, f: AttentionFeatures = PLAIN) -> AttentionOutput:
     """The definition, one query, one head and one key at a time, in float64."""
     num_tokens, query_heads, _ = batch.query.shape

@@ -1,7 +1,7 @@
 """The trellis codes once more, in numpy, for `tests/oracle.py`: from the text of `Trellis` alone.
 
-The transitions are written out as tables of states. The two codes
-are written down again: a change of the table in the package is a change of the storage format.
+The transitions are written out as tables of states. The two codes are written down again: a change
+of the table in the package is a change of the storage format.
 """
 
 from __future__ import annotations

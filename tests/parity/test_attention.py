@@ -15,7 +15,16 @@ from kvq.modes import MODES, Mode
 from kvq.modes import mode as find_mode
 from kvq.tier import AttentionFeatures, AttentionOutput, Layout, PagedKV
 from tests.attention_budget import assert_within_budget
-from tests.attention_cases import INT2, INT4, INT8, NO_BLOCK, Batch, make_batch, same
+from tests.attention_cases import (
+    INT2,
+    INT4,
+    INT8,
+    NO_BLOCK,
+    Batch,
+    make_batch,
+    same,
+    with_odd_rows,
+)
 from tests.cases import VARIANTS, _even_levels
 
 triton = pytest.importorskip("triton")
@@ -609,13 +618,7 @@ def test_rows_of_an_odd_number_of_bytes() -> None:
     batch = make_batch([21], [1], heads=(2, 1), dims=(17, 19), modes=(INT8, INT8))
     batch = replace(batch, query=batch.query.to(torch.float16))
     assert_within_budget(batch, tier=kernels)
-    apart = {}
-    for side in ("key_cache", "value_cache"):
-        codes = getattr(batch, side).codes
-        wider = torch.zeros((*codes.shape[:-1], codes.shape[-1] + 1), dtype=torch.uint8)
-        wider[..., :-1] = codes
-        apart[side] = getattr(batch, side)._replace(codes=wider[..., :-1])
-    assert same(replace(batch, **apart).run(tier=kernels), batch.run(tier=kernels))
+    assert same(with_odd_rows(batch).run(tier=kernels), batch.run(tier=kernels))
 
 
 @triton.jit

@@ -65,8 +65,8 @@ def test_decoding_on_hopper_spills_nothing_and_loads_ahead() -> None:
     for record in compiled("cuda:90", 1, ("int4", "int8/int2", "smax3", "trellis2")):
         assert record["local"] == 0, record
         if record["kernel"] == "attend_kernel":
-            # Both sides of both pieces, or (int4, two pages) of four.
-            assert record["loop"]["LDGSTS"] >= 4, record
+            # Keys and values of at least two pieces.
+            assert record["loop"].get("LDGSTS", 0) >= 4, record
 
 
 @pytest.mark.parametrize(("tokens", "layout"), [(1, "[8, 0]]"), (5, "[8, 0], [0, 8]]")])

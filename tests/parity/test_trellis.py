@@ -17,7 +17,7 @@ from kvq.modes import mode as find_mode
 from kvq.tier import new_paged_kv
 from kvq.trellis import TRELLISES
 from tests.attention_budget import assert_within_budget
-from tests.attention_cases import INT4, make_batch
+from tests.attention_cases import INT4, make_batch, with_odd_rows
 from tests.compare import assert_bit_exact
 from tests.ptx import halves_of, run_ptx, run_ptx_to
 
@@ -98,13 +98,7 @@ def test_attention(modes: tuple[Mode, Mode], dims: tuple[int, int], dtype: torch
 def test_rows_on_odd_bytes(mode: Mode) -> None:
     batch = make_batch([13], [1], heads=(2, 1), dims=(32, 32), modes=(mode, mode))
     batch = replace(batch, query=batch.query.to(torch.float16))
-    sides = {}
-    for side in ("key_cache", "value_cache"):
-        codes = getattr(batch, side).codes
-        wider = torch.zeros((*codes.shape[:-1], codes.shape[-1] + 1), dtype=torch.uint8)
-        wider[..., :-1] = codes
-        sides[side] = getattr(batch, side)._replace(codes=wider[..., :-1])
-    assert_within_budget(replace(batch, **sides), tier=kernels)
+    assert_within_budget(with_odd_rows(batch), tier=kernels)
 
 
 def test_a_window_too_wide_for_rows_on_odd_bytes() -> None:
