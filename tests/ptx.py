@@ -72,7 +72,9 @@ def run_ptx_to(outputs: int, text: str, *inputs: Register) -> list[Register]:
     """
     noise = np.random.default_rng(0)
     registers = {f"${i + outputs}": x.astype(np.uint64) for i, x in enumerate(inputs)}
-    registers["%laneid"] = np.arange(inputs[0].shape[-1], dtype=np.uint64)
+    lanes = np.arange(inputs[0].shape[-1], dtype=np.uint64)
+    registers["%laneid"] = lanes
+    registers["%lanemask_lt"] = (np.uint64(1) << lanes % np.uint64(32)) - np.uint64(1)
     for line in text.strip("{} ").split(";"):
         found = re.fullmatch(r"\s*(\S+)\s+(.*?)\s*", line)
         if found is None:

@@ -15,12 +15,15 @@ import torch
 import triton
 from torch import Tensor
 
+from kvq.kernels.interpreter import take_one_element_bounds
 from kvq.modes import Mode, ScaleFit
 
 #: Whether kernels run in Triton's interpreter, on the CPU.
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0") == "1"
 #: Major and minor version of the compiler.
 TRITON: Final = tuple(int(part) for part in triton.__version__.split(".")[:2])
+if INTERPRETED and TRITON < (3, 7):
+    take_one_element_bounds()
 #: A row this long or shorter lives in the registers of one thread.
 VALUES_PER_THREAD: Final = 128
 #: Channels of a thread where rows are not rotated and so are spread over the threads.

@@ -23,6 +23,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from kvq.kernels.byte_tables import TABLE_REGISTERS, choose_bytes
 from kvq.kernels.rows import pick
 from kvq.kernels.trellis_operands import labels_ptx, trellis_kind, window_index
 from kvq.modes import Grid, Mode
@@ -304,15 +305,15 @@ def _halves_ptx(spec, stream):
     words = spec.level_bits
     low = [word & 0xFF for word in words]
     high = [word >> 8 for word in words]
-    head = "{ .reg .b32 y, s, z, g, l, h, m, n; prmt.b32 y, $1, $1, 0x3120; "
+    head = "{ .reg .b32 y, s, z, g, l, h, m, n; " + TABLE_REGISTERS
+    head += "prmt.b32 y, $1, $1, 0x3120; "
     if spec.bits == 4:
         pair, nibble = divmod(stream, 2)
-        head += f"shr.u32 s, y, {16 * pair}; and.b32 m, s, 0x7777; shl.b32 z, s, 4; "
-        head += "prmt.b32 g, z, s, 0xd9c8; "
+        # Of nibbles in this order: their low three bits, and the fourth throughout a byte.
+        head += f"shl.b32 z, y, 4; prmt.b32 g, z, y, {(0xD9C8, 0xFBEA)[pair]:#x}; "
+        head += "and.b32 m, y, 0x77777777; " + ("shr.u32 m, m, 16; " if pair else "")
         for name, table in (("l", low), ("h", high)):
-            parts = [_pack_bytes(table[i : i + 4]) for i in range(0, 16, 4)]
-            head += f"prmt.b32 {name}, {parts[0]:#x}, {parts[1]:#x}, m; "
-            head += f"prmt.b32 n, {parts[2]:#x}, {parts[3]:#x}, m; "
+            head += choose_bytes(name, table[:8], "m") + choose_bytes("n", table[8:], "m")
             head += f"lop3.b32 {name}, g, n, {name}, 0xca; "
     else:
         # Byte i of both integers lies in half i of y: nibbles of one parity choose.
@@ -327,8 +328,7 @@ def _halves_ptx(spec, stream):
             head += "and.b32 z, z, 0x44444444; or.b32 s, s, z; "
         head += f"shr.u32 s, s, {16 * pair}; "
         for name, table in (("l", low), ("h", high)):
-            parts = [_pack_bytes(table[i : i + 4]) for i in (0, len(table) - 4)]
-            head += f"prmt.b32 {name}, {parts[0]:#x}, {parts[1]:#x}, s; "
+            head += choose_bytes(name, table, "s")
     last = nibble | 4 + nibble << 4 | 2 + nibble << 8 | 6 + nibble << 12
     return head + f"prmt.b32 $0, l, h, {last:#x}; }}"
 

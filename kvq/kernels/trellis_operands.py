@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvq.kernels.byte_tables import TABLE_REGISTERS, choose_bytes
 from kvq.kernels.rows import pick
 from kvq.trellis import Trellis, state_steps
 
@@ -120,7 +121,7 @@ def labels_ptx(spec, stream):
     `$1`; `s` the labels of the channels of one parity as nibbles; `l` and `h` what their three
     low bits choose from both halves of the table, and `g` which half it is.
     """
-    body = "{ .reg .b32 p, q, t, u, s, m, z, g, l, h; "
+    body = "{ .reg .b32 p, q, t, u, s, m, z, g, l, h; " + TABLE_REGISTERS
     for name, shifts in zip("pq", plane_shifts(spec.trellis), strict=True):
         body += _shifted(name, shifts[0])
         for shift in shifts[1:]:
@@ -134,15 +135,13 @@ def labels_ptx(spec, stream):
     # Four nibbles are one integer; channels of one parity are four.
     nibble = stream // 2
     table = [int(level) for level in spec.levels]
-    parts = [sum(table[i + n] << 8 * n for n in range(4)) for i in range(0, 16, 4)]
     for half, word in enumerate(("a", "b")):
         body += f".reg .b32 {word}; "
         if half:
             body += "shr.u32 m, m, 16; "
         body += (
             f"prmt.b32 g, z, s, {(0xD9C8, 0xFBEA)[half]:#x}; "
-            f"prmt.b32 l, {parts[0]:#x}, {parts[1]:#x}, m; "
-            f"prmt.b32 h, {parts[2]:#x}, {parts[3]:#x}, m; "
+            f"{choose_bytes('l', table[:8], 'm')}{choose_bytes('h', table[8:], 'm')}"
             f"lop3.b32 {word}, g, h, l, 0xca; "
         )
     # A byte below 128 chosen by its sign is the zero byte that a subnormal needs.
