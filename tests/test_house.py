@@ -26,7 +26,6 @@ LONGER = {
     "kvq/analysis/plots.py": 550,
     "kvq/integrations/capture.py": 480,
     "kvq/kernels/attention_loop.py": 520,
-    "kvq/kernels/operands.py": 600,
     "kvq/kernels/quantize.py": 630,
     "kvq/modes.py": 580,
     "kvq/reference/lloyd_max.py": 720,

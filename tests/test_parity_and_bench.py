@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from kvq import dequantize, reference
-from kvq.modes import Mode
+from kvq.modes import MODES, Mode
 from kvq.modes import mode as find_mode
 from kvq.reference import key_transforms
-from kvq.tier import QuantizedKV
+from kvq.tier import Layout, QuantizedKV
 from tests.test_cli import error, run, run_json
 
 pytest.importorskip("triton")
 
-from kvq.analysis import centered_throughput, parity, throughput
+from kvq.analysis import centered_throughput, decode_throughput, parity, throughput
 
 INT8 = find_mode("int8")
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -156,6 +156,19 @@ def test_a_mismatch_is_counted_and_ends_with_1(broken: None) -> None:
 
 
 @WITHOUT_GPU
+def test_interpreted_kernels_that_fail_say_why(
+    few_rows: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "from kvq import kernels\ndef quantize(x, mode): raise ValueError('out of luck')\n"
+        "kernels.quantize = quantize\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (line,) = run("parity", "--mode", "int8", code=3).stderr.splitlines()
+    assert "interpreted kernels failed for mode int8_per_token_head" in line
+    assert "ValueError: out of luck" in line
+
+
 def test_no_volume_without_a_gpu() -> None:
     assert error("parity", "--mode", "int8", "--rows", 5) == (
         "rows must be 0 without a CUDA device, got 5"
@@ -218,6 +231,14 @@ def test_bench_without_a_gpu() -> None:
 def test_bench_times_what_it_knows() -> None:
     assert error("bench", "rewrite").endswith("got 'rewrite'")
     assert error("bench", "write", "--mode", "int5").startswith("mode must be one of")
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=str)
+def test_random_caches_hold_rows_of_about_unit_variance(mode: Mode) -> None:
+    generator = torch.Generator().manual_seed(0)
+    cache = decode_throughput.random_cache(mode, 4, 16, Layout.HND, generator)
+    rows = dequantize(cache.codes, cache.words, mode, decode_throughput.HEAD_DIM)
+    assert 0.6 < rows.std() < 1.6
 
 
 def test_bench_shows_and_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,8 +121,8 @@ def random_cache(
         # Below 2 in magnitude: no exponent of all ones.
         codes &= 0xBF
     spread = torch.rand(shape[:-1], device=generator.device, generator=generator) + 0.5
-    deviation = {Grid.SIGNED: 74.0, Grid.E4M3: 0.6, Grid.UNSIGNED: 4.6, Grid.CODEBOOK: 1.0}
-    words = spread / deviation[mode.grid]
+    # Levels of codebooks and of trellises have about unit variance.
+    words = spread / {Grid.SIGNED: 74.0, Grid.E4M3: 0.6, Grid.UNSIGNED: 4.6}.get(mode.grid, 1.0)
     if mode.rotation is not None:
         words /= HEAD_DIM**0.5 if mode.folds_gain else HEAD_DIM**-0.5
     if mode.normalization is Normalization.SIGNED_MAX:

@@ -160,6 +160,9 @@ def _interpret(expression: str, name: str) -> str:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
+    if found.returncode:
+        why = found.stderr.strip().splitlines()[-1:] or [f"exit code {found.returncode}"]
+        raise RuntimeError(f"interpreted kernels failed for mode {name}: {why[0]}")
     return found.stdout.strip()

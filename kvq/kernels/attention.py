@@ -21,14 +21,14 @@ from kvq.kernels.attention_loop import LoopSpec, attend_kernel
 from kvq.kernels.attention_tile import LOG2_E
 from kvq.kernels.merge import merge_attention
 from kvq.kernels.operand_layout import check_operand_layout
-from kvq.kernels.operands import SideSpec, side_spec
+from kvq.kernels.side_spec import SideSpec, side_spec
 from kvq.kernels.trellis_operands import window_table
 from kvq.tier import AttentionFeatures, AttentionOutput, PagedKV, as_hnd, check_attention
 
 __all__ = ["merge_attention", "paged_attention"]
 
 #: The kinds of operands that take many registers.
-CROWDED = {"halves", "labels", "states"}
+CROWDED = {"sevens", "halves", "labels", "states"}
 #: Half an ulp of 1.0: what a codebook's levels are measured against.
 ACCURACY = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
 
@@ -136,7 +136,8 @@ def paged_attention(
         crowded=bool(CROWDED & {keys.kind, value_side.kind}) or value_side.streams > 8,
     ):
         # Where queries are few their digits cost nothing, and integers are had for less than
-        # float16 numbers. Many queries are float16 numbers; one will do for a bfloat16 query.
+        # float16 numbers. Many queries are float16 numbers: one holds a bfloat16 that is not
+        # rotated.
         key_side = side_spec(
             key_cache.mode,
             head_dim,
@@ -145,7 +146,8 @@ def paged_attention(
             ptx,
             not plan.query_rows,
         )
-        parts = 2 if not plan.query_rows or query.dtype is torch.float16 else 1
+        whole = query.dtype is torch.bfloat16 and key_cache.mode.rotation is None
+        parts = 1 if plan.query_rows and whole else 2
         parts = 1 if wide else 4 if key_side.digits else parts
         prepared, columns = prepare(
             query,

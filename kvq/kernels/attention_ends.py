@@ -18,9 +18,9 @@ from kvq.kernels import launch
 from kvq.kernels.attention_pages import find_sequence, key_range, load_count, plan_splits
 from kvq.kernels.attention_tile import LOG2_E
 from kvq.kernels.hadamard import RotationSpec, rotate, sign_words, unrotate
-from kvq.kernels.operands import SideSpec
 from kvq.kernels.rows import load_rows, not_finite, pick
 from kvq.kernels.scaling import round_to_bfloat16
+from kvq.kernels.side_spec import SideSpec
 from kvq.modes import Rotation
 
 #: The exponent that the largest entry of a query is brought to, plus twice the bias.
@@ -83,9 +83,9 @@ def _prepare_kernel(
     G: tl.constexpr = min(P, 16 * NEAR)
     x = x.permute(1, 0)
     total = tl.sum(x, 1) * (scale * pick(SIDE, "fold"))
-    if DIGITS and pick(SIDE, "kind") == "bytes":
-        # A register of four bytes gives four streams: even and odd crumbs of each half.
-        x = x.reshape(R, P // G, G // 16, 4, 2, 4, 2).permute(0, 4, 6, 1, 3, 2, 5)
+    if pick(SIDE, "by_register"):
+        # Streams of four bytes: each half of a register, and of crumbs the even and the odd.
+        x = x.reshape(R, P // G, G // 16, 4, 2, 4, STREAMS // 2).permute(0, 4, 6, 1, 3, 2, 5)
     else:
         x = x.reshape(R, P // G, G // (4 * NEAR), 4, NEAR, STREAMS).permute(0, 5, 1, 3, 2, 4)
     x = x.reshape(R, C)

@@ -25,15 +25,15 @@ from kvq.kernels.attention_pages import (
     plan_splits,
     value_order,
 )
+from kvq.kernels.attention_queries import load_queries
 from kvq.kernels.attention_tile import (
     NO_LOGIT,
     attend_tile,
     by_column,
-    query_operand,
     room_of,
 )
-from kvq.kernels.operands import SideSpec
 from kvq.kernels.rows import pick
+from kvq.kernels.side_spec import SideSpec
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,6 @@ def attend_kernel(
     TILE: tl.constexpr = pick(SPEC, "tile")
     PIECE: tl.constexpr = pick(SPEC, "piece")
     COLUMNS: tl.constexpr = pick(SPEC, "columns")
-    PARTS: tl.constexpr = pick(SPEC, "parts")
     HEADS: tl.constexpr = pick(SPEC, "heads")
     TOKENS: tl.constexpr = pick(SPEC, "tokens")
     GROUP: tl.constexpr = pick(SPEC, "group")
@@ -260,7 +259,6 @@ def attend_kernel(
     query_sum = tl.load(column_ptr + 3 * query_row + 1, mask=live, other=0.0)
     query_extra = tl.load(column_ptr + 3 * query_row + 2, mask=live, other=0.0)
 
-    KS: tl.constexpr = pick(KEY, "streams")
     VS: tl.constexpr = pick(VALUE, "streams")
     KC: tl.constexpr = pick(KEY, "count")
     VC: tl.constexpr = pick(VALUE, "count")
@@ -269,32 +267,9 @@ def attend_kernel(
     # Integers of a row of the partial sums: a power of two.
     VW: tl.constexpr = pick(VALUE, "partial")
     unit = tl.arange(0, KP)
-    # Parts of a query: two neighboring columns, and two more the width of all of those further.
-    # A row of this load is what one thread of an operand holds of one part, up to 16 bytes.
-    PAIR: tl.constexpr = min(PARTS, 2)
-    NEAR: tl.constexpr = 4 if pick(KEY, "digits") else 2
-    G: tl.constexpr = min(KP, 16 * NEAR)
-    share = tl.arange(0, KP // G * COLUMNS * PARTS * 4)
-    part = share // 4 % (COLUMNS * PARTS)
-    part_column = part % (PAIR * COLUMNS) // PAIR
-    if pick(SPEC, "interleaves"):
-        # Column `8 i + 4 j + k` of an operand is of query `8 i + 2 k + j`.
-        part_column = part_column // 8 * 8 + part_column % 4 * 2 + part_column // 4 % 2
-    part_number = part // (PAIR * COLUMNS) * PAIR + part % PAIR
-    part_row = (query_start + first_token + part_column // HEADS).to(tl.int64)
-    part_head = head_block * HEADS + part_column % HEADS
-    part_row = part_row * (kv_heads * GROUP) + head * GROUP + part_head
-    part_live = (part_column < TOKENS * HEADS) & (part_head < GROUP)
-    part_live = part_live & (first_token + part_column // HEADS < q_len)
-    part_place = share // (4 * COLUMNS * PARTS) * G + share % 4 * (G // 4)
-    at = query_ptr + ((part_row * PARTS + part_number) * (KS * KP) + part_place)[:, None]
-    at = at + tl.arange(0, G // 4)[None, :]
-    query_live = part_live[:, None]
-    query = ()
-    for j in tl.static_range(KS):
-        x = tl.load(at + j * KP, mask=query_live, other=0.0)
-        x = query_operand(x, KP, COLUMNS * PARTS, NEAR)
-        query = query + (x.trans(1, 0) if ROWS else x,)
+    query = load_queries(
+        query_ptr, query_start, first_token, q_len, head_block, head, kv_heads, SPEC
+    )
 
     # Places inside a page.
     inside = tl.arange(0, PIECE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq.kernels.operands import decode_words, digit_operands, operands
+from kvq.kernels.operands import decode_words, digit_operands, operands, plane_operands
 from kvq.kernels.rows import pick
 
 #: Smaller than any logit, and finite: differences with it are not NaN.
@@ -66,18 +66,6 @@ def by_column(x, SPEC: tl.constexpr):
 
 
 @triton.jit
-def query_operand(x, P: tl.constexpr, N: tl.constexpr, NEAR: tl.constexpr):
-    """Shares of threads to `[channels, columns]`: a renaming of registers.
-
-    A thread's share of an operand is `NEAR` neighbors (32 bits) of each `4 * NEAR` channels; they
-    lie side by side, up to 16 bytes.
-    """
-    G: tl.constexpr = min(P, 16 * NEAR)
-    x = x.reshape(P // G, N, 4, G // (4 * NEAR), NEAR).permute(0, 3, 2, 4, 1)
-    return x.reshape(P, N)
-
-
-@triton.jit
 def _as_operand(weights):
     """The same float16 `[keys, columns]`, from the registers of a result to those of an operand.
 
@@ -101,6 +89,25 @@ def _as_operand(weights):
 
 
 @triton.jit
+def _integer_products(streams, query, SPEC: tl.constexpr):
+    """`[PIECE, 4 * COLUMNS]` int32: levels times digits of queries."""
+    s = tl.zeros([pick(SPEC, "piece"), pick(SPEC, "columns") * pick(SPEC, "parts")], tl.int32)
+    for j in tl.static_range(len(streams)):
+        s = tl.dot(streams[j], query[j], s, out_dtype=tl.int32)
+    return s
+
+
+@triton.jit
+def _two_digits(odd, even, SPEC: tl.constexpr):
+    """`128 * odd + even` as float32: products with two planes leave integers no room for it."""
+    if pick(pick(SPEC, "key"), "kind") == "planes":
+        x = odd.to(tl.float32) * 128.0 + even.to(tl.float32)
+    else:
+        x = (odd * 128 + even).to(tl.float32)
+    return x
+
+
+@triton.jit
 def _scores(streams, query, SPEC: tl.constexpr):
     """`[PIECE, COLUMNS]` (or, with queries as rows, the transpose): levels times queries."""
     PIECE: tl.constexpr = pick(SPEC, "piece")
@@ -108,21 +115,20 @@ def _scores(streams, query, SPEC: tl.constexpr):
     PARTS: tl.constexpr = pick(SPEC, "parts")
     WIDE: tl.constexpr = pick(SPEC, "wide")
     if PARTS == 4:
-        s = tl.zeros([PIECE, COLUMNS * PARTS], tl.int32)
-        for j in tl.static_range(len(streams)):
-            s = tl.dot(streams[j], query[j], s, out_dtype=tl.int32)
+        s = _integer_products(streams[0], query, SPEC)
+        for plane in tl.static_range(1, len(streams)):
+            s = s + _integer_products(streams[plane], query, SPEC) * (1 << (7 * plane))
         low, high = tl.split(s.reshape(PIECE, 2, 2 * COLUMNS).permute(0, 2, 1))
         even, odd = tl.split(low.reshape(PIECE, COLUMNS, 2))
-        s = (odd * 128 + even).to(tl.float32)
+        s = _two_digits(odd, even, SPEC)
         even, odd = tl.split(high.reshape(PIECE, COLUMNS, 2))
-        s = s + (odd * 128 + even).to(tl.float32) * 16384.0
+        s = s + _two_digits(odd, even, SPEC) * 16384.0
     elif pick(SPEC, "query_rows"):
-        s = tl.zeros([COLUMNS * PARTS, PIECE], tl.float32)
-        for j in tl.static_range(len(streams)):
-            s = dot(query[j], streams[j].trans(1, 0), s, WIDE, pick(SPEC, "ptx"))
-        if PARTS == 2:
-            high, low = tl.split(s.reshape(COLUMNS, 2, PIECE).permute(0, 2, 1))
-            s = high + low
+        # The streams of one part of the queries after those of the other.
+        s = tl.zeros([COLUMNS, PIECE], tl.float32)
+        for j in tl.static_range(len(query)):
+            levels = streams[j % len(streams)].trans(1, 0)
+            s = dot(query[j], levels, s, WIDE, pick(SPEC, "ptx"))
     else:
         s = tl.zeros([PIECE, COLUMNS * PARTS], tl.float64 if WIDE else tl.float32)
         for j in tl.static_range(len(streams)):
@@ -274,8 +280,13 @@ def attend_tile(
     logits = ()
     seen = ()
     for i in tl.static_range(NUM):
-        if pick(pick(SPEC, "key"), "digits"):
-            streams = digit_operands(keys[0][i], pick(SPEC, "key"), PTX)
+        if pick(pick(SPEC, "key"), "kind") == "planes":
+            streams = (
+                plane_operands(keys[0][i], pick(SPEC, "key"), PTX, 0),
+                plane_operands(keys[0][i], pick(SPEC, "key"), PTX, 1),
+            )
+        elif pick(pick(SPEC, "key"), "digits"):
+            streams = (digit_operands(keys[0][i], pick(SPEC, "key"), PTX),)
         else:
             streams = operands(keys[0][i], keys[1][i], tables[0], pick(SPEC, "key"), PTX, WIDE)
         x = _logits(_scores(streams, query, SPEC), key_words[i], column, SPEC)

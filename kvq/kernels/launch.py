@@ -305,7 +305,7 @@ ATTENTION_STAGES: Final = 3
 #: Registers of a thread for one token of four heads: twelve warps share a multiprocessor.
 ATTENTION_REGISTERS: Final = 168
 #: The same where operands take more.
-CROWDED_REGISTERS: Final = 232
+CROWDED_REGISTERS: Final = 168
 
 
 def _query_ranges(heads: int) -> Iterator[tuple[int, int]]:

@@ -14,237 +14,13 @@ The functions with `PTX` are the same as those without, two or four values at a 
 
 from __future__ import annotations
 
-import math
-import struct
-from dataclasses import dataclass
-from functools import lru_cache
-
-import numpy as np
 import triton
 import triton.language as tl
 
 from kvq.kernels.byte_tables import TABLE_REGISTERS, choose_bytes
 from kvq.kernels.rows import pick
-from kvq.kernels.trellis_operands import labels_ptx, trellis_kind, window_index
-from kvq.modes import Grid, Mode
-from kvq.scale_word import StoredWord
-from kvq.trellis import Trellis
-
-#: The largest relative error of the levels at which a byte per level will do, as a share of the
-#: rounding of the query's own dtype.
-BYTE_SHARE = 0.25
-#: Codebooks of at most this many levels are selected from constants; larger ones are tables.
-MOST_CONSTANT_LEVELS = 16
-
-
-@dataclass(frozen=True)
-class SideSpec:
-    """How one side of the cache becomes operands, as compile-time values.
-
-    A row reads `scale * unit * (operand * weight(stream) - offset)`, with the scale and, where
-    the stored word has one, less the zero-point or plus the minimum of the row.
-    """
-
-    head_dim: int
-    bits: int
-    #: Bytes of one integer.
-    unit_bytes: int
-    #: Codes of one integer.
-    streams: int
-    #: Integers of a row, and the same padded for a matrix product.
-    count: int
-    padded: int
-    #: `affine`, `e4m3`, `bytes`, `halves`, `levels`, `table`; `labels` and `states` of a trellis.
-    kind: str
-    #: Bits of a code that are turned over: the sign bit of two's complement.
-    flip: int
-    #: What the stored word holds.
-    word: str
-    #: Factor of the operand of each stream.
-    weights: tuple[float, ...]
-    #: A level is `unit * (operand - offset)`.
-    unit: float
-    offset: float
-    #: Operands as numbers, by code; for `bytes` the integers of the subnormals.
-    levels: tuple[float, ...]
-    #: `1 / N` of a rotation that the stored words do not hold.
-    fold: float
-    #: Whether codes become 8-bit integers, and queries sums of 8-bit digits.
-    digits: bool
-    #: Whose codes they are.
-    trellis: Trellis | None
-
-    @property
-    def partial(self) -> int:
-        """Integers of a row, to the next power of two."""
-        return 1 << (self.count - 1).bit_length()
-
-    @property
-    def own_shift(self) -> bool:
-        """Whether the stored word has a second number: a part of the row that no code changes."""
-        return self.word in (str(StoredWord.FLOAT32_ZERO_POINT), str(StoredWord.FLOAT16_PAIR))
-
-    @property
-    def shifts(self) -> bool:
-        """Whether a row's values have a part that does not depend on their codes."""
-        return self.own_shift or self.offset != 0.0
-
-    @property
-    def level_bits(self) -> list[int]:
-        """The bits of the levels as float16 numbers."""
-        return [int.from_bytes(struct.pack("<e", level), "little") for level in self.levels]
-
-
-@triton.constexpr_function
-def place(bits: int, stream: int) -> tuple[int, int]:
-    """Where the code of a stream lies: a right shift, and the place of its lowest bit after it.
-
-    The place plus `bits` is at most 10, the mantissa of a float16.
-    """
-    low = stream * bits
-    if bits >= 4:
-        return low // 8 * 8, low % 8
-    return (0, low) if low + bits <= 10 else (6, low - 6)
-
-
-@triton.constexpr_function
-def digit_place(bits: int, stream: int) -> tuple[int, int]:
-    """The same in a byte, for 8-bit operands."""
-    low = stream * bits
-    return (0, low) if bits >= 4 else (low // 4 * 4, low % 4)
-
-
-@lru_cache(maxsize=256)
-def fit_bytes(levels: tuple[float, ...]) -> tuple[float, float, tuple[int, ...], float]:
-    """Levels as integers: `unit * (integer - offset)`.
-
-    Returns:
-        unit, offset, integers from 0 to 127, and the relative root-mean-square error that is left
-        (of equally likely levels).
-    """
-    values = np.array(levels)
-    low, span = values[0], values[-1] - values[0]
-    best = (math.inf, 1.0, 0.0, (0,))
-    for largest in range(len(levels) - 1, 128):
-        integers = np.rint((values - low) * (largest / span))
-        design = np.stack([integers, np.ones_like(integers)], axis=1)
-        (unit, constant), *_ = np.linalg.lstsq(design, values, rcond=None)
-        error = math.sqrt(
-            float(((design @ (unit, constant) - values) ** 2).sum() / (values**2).sum())
-        )
-        if error < best[0] * 0.999:
-            best = (error, float(unit), float(-constant / unit), tuple(map(int, integers)))
-    error, unit, offset, integers = best
-    return unit, offset, integers, error
-
-
-@lru_cache(maxsize=256)
-def fit_halves(levels: tuple[float, ...]) -> tuple[float, tuple[float, ...]]:
-    """Levels as float16 numbers: `unit * number`, with the unit that rounds them best."""
-    values = np.array(levels)
-    units = (2.0 ** np.linspace(0, 1, 4097)[:-1])[:, None] * np.abs(values).max() / 1024.0
-    rounded = (values / units).astype(np.float16).astype(np.float64)
-    fitted = (rounded * values).sum(1) / (rounded * rounded).sum(1)
-    errors = ((rounded * fitted[:, None] - values) ** 2).sum(1)
-    best = int(errors.argmin())
-    return float(fitted[best]), tuple(float(v) for v in rounded[best])
-
-
-@lru_cache(maxsize=1024)
-def side_spec(
-    mode: Mode,
-    head_dim: int,
-    unit_bytes: int,
-    accuracy: float,
-    ptx: bool,
-    integers: bool = False,
-) -> SideSpec:
-    """The compile-time values of one side.
-
-    Args:
-        mode: How its rows are stored.
-        head_dim: D.
-        unit_bytes: 2, or 1 where rows lie on odd bytes.
-        accuracy: Half an ulp of 1.0 in the query's dtype; levels of a codebook are as accurate.
-            0.0 asks for float32 levels.
-        ptx: Whether look-ups in registers may be used.
-        integers: Whether 8-bit integers will do for operands: of keys, whose queries can be split
-            into digits of as many.
-    """
-    bits = mode.bits
-    # A three-bit row is read as its low crumbs; its high bits are read beside them.
-    streams = 8 * unit_bytes // (2 if bits == 3 else bits)
-    count = head_dim // streams
-    padded = max(16, triton.next_power_of_2(count))
-    weights = (1.0,) * streams
-    unit, offset = 1.0, 0.0
-    levels: tuple[float, ...] = ()
-    affine = 2.0**24
-    if mode.grid is Grid.SIGNED:
-        # Read as unsigned integers, 128 more than the codes.
-        kind, unit, offset = "affine", affine, 128 / affine
-    elif mode.grid is Grid.E4M3:
-        kind, unit = "e4m3", 256.0
-    elif mode.trellis is not None:
-        kind, unit, offset, levels = trellis_kind(mode.trellis, streams, unit_bytes, ptx)
-    elif mode.codebook is None:
-        kind, unit = "affine", affine
-    else:
-        exact = mode.codebook.levels
-        levels = exact + (exact[-1],) * (2**bits - len(exact))
-        kind, unit, offset, levels = _codebook_kind(levels, len(exact), bits, accuracy, ptx)
-    if kind == "affine" and bits != 3:
-        weights = tuple(2.0 ** -place(bits, j)[1] for j in range(streams))
-    digits = integers and accuracy > 0.0 and kind in ("affine", "bytes") and bits != 3
-    flip = 0x80 if mode.grid is Grid.SIGNED else 0
-    if digits:
-        unit_bytes, streams, count = 1, 8 // bits, head_dim * bits // 8
-        padded = max(32, triton.next_power_of_2(count))
-        unit, offset, flip = unit / affine, offset * affine, 0
-        weights = tuple(float(1 << digit_place(bits, j)[1]) for j in range(streams))
-        if kind == "bytes":
-            weights = (1.0,) * streams
-        if mode.grid is Grid.SIGNED:
-            offset = 0.0
-    return SideSpec(
-        head_dim=head_dim,
-        bits=bits,
-        unit_bytes=unit_bytes,
-        streams=streams,
-        count=count,
-        padded=padded,
-        kind=kind,
-        flip=flip,
-        word=str(mode.word),
-        weights=weights,
-        unit=unit,
-        offset=offset,
-        levels=levels,
-        fold=1.0 if mode.folds_gain else 1.0 / mode.gain(head_dim),
-        digits=digits,
-        trellis=mode.trellis,
-    )
-
-
-def _codebook_kind(
-    levels: tuple[float, ...], num_levels: int, bits: int, accuracy: float, ptx: bool
-) -> tuple[str, float, float, tuple[float, ...]]:
-    """Kind, unit, offset and operands of a codebook."""
-    if num_levels == 2:
-        step = levels[1] - levels[0]
-        return "affine", step * 2.0**24, -levels[0] / step * 2.0**-24, ()
-    if accuracy == 0.0:
-        return "table", 1.0, 0.0, levels
-    unit, halves = fit_halves(levels)
-    if len(levels) > MOST_CONSTANT_LEVELS:
-        return "table", unit, 0.0, halves
-    if bits != 2 or not ptx:
-        return ("halves" if ptx else "levels"), unit, 0.0, halves
-    step, zero, integers, error = fit_bytes(levels)
-    if error <= BYTE_SHARE * accuracy:
-        scale = 2.0**24
-        return "bytes", step * scale, zero / scale, tuple(float(v) for v in integers)
-    return "halves", unit, 0.0, halves
+from kvq.kernels.side_spec import digit_place, place
+from kvq.kernels.trellis_operands import labels_ptx, window_index
 
 
 @triton.constexpr_function
@@ -333,9 +109,33 @@ def _halves_ptx(spec, stream):
     return head + f"prmt.b32 $0, l, h, {last:#x}; }}"
 
 
+@triton.constexpr_function
+def _sevens_ptx(spec, stream):
+    """The same of levels whose bytes have seven bits, the lower one doubled.
+
+    The sign of a byte is 0, so a nibble of 8 or more chooses 0: one half of the table has what the
+    other has not, and their sum is the byte.
+    """
+    bits = spec.level_bits
+    pair, nibble = divmod(stream, 2)
+    body = "{ .reg .b32 y, s, t, l, h, n; " + TABLE_REGISTERS
+    body += "prmt.b32 y, $1, $1, 0x3120; xor.b32 t, y, 0x88888888; "
+    body += f"shr.u32 s, y, {16 * pair}; shr.u32 t, t, {16 * pair}; "
+    for name, table in (("l", [word >> 1 & 0x7F for word in bits]), ("h", [w >> 8 for w in bits])):
+        body += choose_bytes(name, table[:8], "s") + choose_bytes("n", table[8:], "t")
+        body += f"add.u32 {name}, {name}, n; "
+    last = nibble | 4 + nibble << 4 | 2 + nibble << 8 | 6 + nibble << 12
+    return body + f"shl.b32 l, l, 1; prmt.b32 $0, l, h, {last:#x}; }}"
+
+
 @triton.jit
 def _in_pairs(x, ASM: tl.constexpr):
     return tl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _in_fours(x, ASM: tl.constexpr):
+    return tl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @triton.constexpr_function
@@ -361,6 +161,11 @@ def _code_mask(spec):
 @triton.constexpr_function
 def _level(spec, code):
     return spec.levels[code]
+
+
+@triton.constexpr_function
+def _integer_level(spec, code):
+    return int(spec.levels[code])
 
 
 @triton.jit
@@ -412,6 +217,8 @@ def _level_operand(
         y = tl.load(table_ptr + window_index(x, high, SPEC, J))
     elif KIND == "bytes":
         y = _in_pairs(x, _bytes_ptx(SPEC, J))
+    elif KIND == "sevens":
+        y = _in_pairs(x, _sevens_ptx(SPEC, J))
     elif KIND == "halves" and pick(SPEC, "bits") == 3:
         y = tl.inline_asm_elementwise(
             _halves_ptx(SPEC, J), "=r,r,r", [x, high], dtype=tl.float16, is_pure=True, pack=2
@@ -480,6 +287,17 @@ def _digit_ptx(spec, stream):
 
 
 @triton.constexpr_function
+def _plane_ptx(spec, stream, plane):
+    """Seven bits of four levels at once, in the manner of `_sevens_ptx`."""
+    table = [int(level) >> (7 * plane) & 0x7F for level in spec.levels]
+    body = "{ .reg .b32 s, t, a, b; " + TABLE_REGISTERS
+    body += f"xor.b32 t, $1, 0x88888888; shr.u32 s, $1, {16 * stream}; "
+    body += f"shr.u32 t, t, {16 * stream}; "
+    body += choose_bytes("a", table[:8], "s") + choose_bytes("b", table[8:], "t")
+    return body + "add.u32 $0, a, b; }"
+
+
+@triton.constexpr_function
 def _digit_shift(spec, stream):
     return digit_place(spec.bits, stream)[0]
 
@@ -501,14 +319,29 @@ def digit_operands(x, SPEC: tl.constexpr, PTX: tl.constexpr):
         if pick(SPEC, "bits") == 8:
             y = x.to(tl.int8, bitcast=True)
         elif PTX:
-            y = tl.inline_asm_elementwise(
-                _digit_ptx(SPEC, j), "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4
-            )
+            y = _in_fours(x, _digit_ptx(SPEC, j))
         else:
             y = ((x.to(tl.int32) & 0xFF) >> _digit_shift(SPEC, j)) & _digit_mask(SPEC, j)
             if pick(SPEC, "bits") == 4 and j == 1:
                 y = y ^ 0x80
             y = y.to(tl.uint8).to(tl.int8, bitcast=True)
+        streams = streams + (y,)
+    return streams
+
+
+@triton.jit
+def plane_operands(x, SPEC: tl.constexpr, PTX: tl.constexpr, PLANE: tl.constexpr):
+    """Seven bits of the levels of the streams of bytes `x`: of 14 the lower (0) or upper (1)."""
+    streams = ()
+    for j in tl.static_range(pick(SPEC, "streams")):
+        if PTX:
+            y = _in_fours(x, _plane_ptx(SPEC, j, PLANE))
+        else:
+            code = (x.to(tl.int32) >> (4 * j)) & 15
+            level = tl.full(code.shape, _integer_level(SPEC, 0), tl.int32)
+            for i in tl.static_range(1, 1 << pick(SPEC, "bits")):
+                level = tl.where(code >= i, _integer_level(SPEC, i), level)
+            y = ((level >> (7 * PLANE)) & 127).to(tl.int8)
         streams = streams + (y,)
     return streams
 

@@ -118,10 +118,11 @@ def labels_ptx(spec, stream):
     """Levels of one stream of two integers: bytes that are looked up four at a time.
 
     `p` and `q` hold the low and the high crumb of the label of every channel, where its code is in
-    `$1`; `s` the labels of the channels of one parity as nibbles; `l` and `h` what their three
-    low bits choose from both halves of the table, and `g` which half it is.
+    `$1`; `s` the labels of the channels of one parity as nibbles, and `t` with their highest bit
+    turned over; `a` and `b` the bytes of four of them each. A byte has seven bits, so a nibble of
+    8 or more chooses 0 for its sign: one half of the table has what the other has not.
     """
-    body = "{ .reg .b32 p, q, t, u, s, m, z, g, l, h; " + TABLE_REGISTERS
+    body = "{ .reg .b32 p, q, t, u, s, a, b; " + TABLE_REGISTERS
     for name, shifts in zip("pq", plane_shifts(spec.trellis), strict=True):
         body += _shifted(name, shifts[0])
         for shift in shifts[1:]:
@@ -131,19 +132,15 @@ def labels_ptx(spec, stream):
         body += "shr.u32 p, p, 2; "
     else:
         body += "shl.b32 q, q, 2; "
-    body += "lop3.b32 s, p, q, 0x33333333, 0xe4; shl.b32 z, s, 4; and.b32 m, s, 0x77777777; "
+    body += "lop3.b32 s, p, q, 0x33333333, 0xe4; xor.b32 t, s, 0x88888888; "
     # Four nibbles are one integer; channels of one parity are four.
     nibble = stream // 2
     table = [int(level) for level in spec.levels]
-    for half, word in enumerate(("a", "b")):
-        body += f".reg .b32 {word}; "
-        if half:
-            body += "shr.u32 m, m, 16; "
-        body += (
-            f"prmt.b32 g, z, s, {(0xD9C8, 0xFBEA)[half]:#x}; "
-            f"{choose_bytes('l', table[:8], 'm')}{choose_bytes('h', table[8:], 'm')}"
-            f"lop3.b32 {word}, g, h, l, 0xca; "
-        )
+    for word in "ab":
+        if word == "b":
+            body += "shr.u32 s, s, 16; shr.u32 t, t, 16; "
+        body += choose_bytes(word, table[:8], "s") + choose_bytes("u", table[8:], "t")
+        body += f"add.u32 {word}, {word}, u; "
     # A byte below 128 chosen by its sign is the zero byte that a subnormal needs.
     last = nibble | 8 + nibble << 4 | 4 + nibble << 8 | 12 + nibble << 12
     return body + f"prmt.b32 $0, a, b, {last:#x}; }}"

@@ -326,6 +326,19 @@ def test_large_queries_and_small_ones() -> None:
         assert_within_budget(batch, tier=kernels)
 
 
+@pytest.mark.parametrize("q_len", [1, 3, 40])
+@pytest.mark.parametrize("mode", [INT4, find_mode("lloyd1"), find_mode("lloyd3")], ids=str)
+def test_rotated_queries_keep_more_bits_than_one_float16(mode: Mode, q_len: int) -> None:
+    """Logits of standard deviation 30: their error is that of levels, not of queries."""
+    batch = make_batch(
+        [90], [q_len], heads=(4, 1), dims=(64, 64), modes=(mode, INT8), dtype=torch.bfloat16
+    )  # fmt: skip
+    batch.scale = 30 / float((batch.query.double() @ batch.keys[0][:, 0].T).std())
+    exact = replace(batch, query=batch.query.double()).run()
+    error = batch.run(tier=kernels).log_sum_exp.double() - exact.log_sum_exp
+    assert error.abs().max() < 30 * 2.0**-14
+
+
 @pytest.mark.parametrize("mode", [INT4, find_mode("affine4")], ids=str)
 def test_float32_queries_see_the_last_bits_of_a_scale(mode: Mode) -> None:
     """Where the zero-point lies, and the bits beside it."""

@@ -19,6 +19,7 @@ from tests.cases import VARIANTS
 from tests.ptx import Register, bytes_of, halves_of, run_ptx
 
 operands = pytest.importorskip("kvq.kernels.operands")
+side_spec = pytest.importorskip("kvq.kernels.side_spec")
 
 #: Half an ulp of 1.0.
 FLOAT16, BFLOAT16 = 2.0**-11, 2.0**-8
@@ -60,7 +61,7 @@ def levels_of(codes: NDArray[np.int64], mode: Mode) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("mode", [INT8, *AFFINE], ids=str)
 def test_codes_where_they_lie(mode: Mode) -> None:
-    spec = operands.side_spec(mode, 128, 2, FLOAT16, True)
+    spec = side_spec.side_spec(mode, 128, 2, FLOAT16, True)
     assert spec.kind == "affine"
     register, rows = every_integer()
     want = levels_of(codes_of(rows, mode.bits), mode)
@@ -71,7 +72,7 @@ def test_codes_where_they_lie(mode: Mode) -> None:
 
 
 def test_two_levels_are_codes_where_they_lie() -> None:
-    spec = operands.side_spec(LLOYD1, 128, 2, FLOAT16, True)
+    spec = side_spec.side_spec(LLOYD1, 128, 2, FLOAT16, True)
     assert spec.kind == "affine"
     register, rows = every_integer()
     want = levels_of(codes_of(rows, 1), LLOYD1)
@@ -82,7 +83,7 @@ def test_two_levels_are_codes_where_they_lie() -> None:
 
 
 def test_e4m3_as_float16() -> None:
-    spec = operands.side_spec(find_mode("fp8"), 128, 2, FLOAT16, True)
+    spec = side_spec.side_spec(find_mode("fp8"), 128, 2, FLOAT16, True)
     register, rows = every_integer()
     want = reference.rounding.decode_e4m3(torch.from_numpy(rows.copy())).double().numpy()
     for stream in range(2):
@@ -95,7 +96,7 @@ def test_e4m3_as_float16() -> None:
 
 @pytest.mark.parametrize("mode", [LLOYD2, SMAX2], ids=str)
 def test_four_levels_as_bytes(mode: Mode) -> None:
-    spec = operands.side_spec(mode, 128, 2, BFLOAT16, True)
+    spec = side_spec.side_spec(mode, 128, 2, BFLOAT16, True)
     assert spec.kind == "bytes"
     assert all(0 <= level <= 127 and level == int(level) for level in spec.levels)
     register, rows = every_integer()
@@ -116,9 +117,55 @@ def assert_accurate(
     assert (error**2).sum() <= (share * accuracy) ** 2 * (levels**2).sum()
 
 
+EVEN_5 = VARIANTS["lloyd4+even_5"]
+
+
+@pytest.mark.parametrize("mode", [LLOYD4, SMAX4], ids=str)
+def test_sixteen_levels_as_two_times_seven_bits(mode: Mode) -> None:
+    spec = side_spec.side_spec(mode, 128, 2, BFLOAT16, True)
+    assert spec.kind == "sevens"
+    assert all(bits & 0x8001 == 0 for bits in spec.level_bits)
+    register, rows = every_integer()
+    codes = codes_of(rows, 4)
+    for stream in range(4):
+        pair = halves_of(run_ptx(operands._sevens_ptx.fn(spec, stream), register))
+        assert np.array_equal(pair, np.array(spec.levels)[codes[..., stream]])
+        read = spec.unit * (pair - spec.offset)
+        assert_accurate(read, levels_of(codes, mode)[..., stream], BFLOAT16)
+
+
+@pytest.mark.parametrize("accuracy", [BFLOAT16, FLOAT16])
+@pytest.mark.parametrize("mode", [LLOYD4, SMAX4], ids=str)
+def test_digits_in_two_planes(mode: Mode, accuracy: float) -> None:
+    """Levels of keys as integers of 14 bits, seven at a time."""
+    spec = side_spec.side_spec(mode, 128, 2, accuracy, True, True)
+    assert spec.kind == "planes"
+    assert spec.digits
+    assert spec.by_register
+    register, rows = every_integer()
+    # Halves of a register are streams.
+    codes = codes_of(rows.reshape(-1, 4, 1), 4).reshape(-1, 2, 4)
+    for stream in range(2):
+        low, high = (
+            bytes_of(run_ptx(operands._plane_ptx.fn(spec, stream, plane), register))
+            for plane in range(2)
+        )
+        assert min(low.min(), high.min()) >= 0
+        integer = high * 128 + low
+        assert np.array_equal(integer, np.array(spec.levels)[codes[:, stream]])
+        read = spec.unit * (integer - spec.offset)
+        assert_accurate(read, levels_of(codes[:, stream], mode), accuracy)
+
+
+@pytest.mark.parametrize("mode", [LLOYD4, SMAX4, EVEN_5], ids=str)
+def test_levels_that_few_bits_do_not_hold_take_two_whole_bytes(mode: Mode) -> None:
+    assert side_spec.side_spec(mode, 128, 2, FLOAT16, True).kind == "halves"
+    assert side_spec.side_spec(mode, 128, 2, 2.0**-20, True, True).kind == "halves"
+
+
 @pytest.mark.parametrize("mode", [LLOYD2, SMAX2, LLOYD4, SMAX4], ids=str)
 def test_levels_as_two_bytes(mode: Mode) -> None:
-    spec = operands.side_spec(mode, 128, 2, 2.0**-14, True)
+    spec = side_spec.side_spec(mode, 128, 2, 2.0**-14, True)
     assert spec.kind == "halves"
     register, rows = every_integer()
     codes = codes_of(rows, mode.bits)
@@ -129,9 +176,9 @@ def test_levels_as_two_bytes(mode: Mode) -> None:
         assert_accurate(read, levels_of(codes, mode)[..., stream], FLOAT16)
 
 
-@pytest.mark.parametrize("mode", [LLOYD3, SMAX3, VARIANTS["lloyd4+even_5"]], ids=str)
+@pytest.mark.parametrize("mode", [LLOYD3, SMAX3, EVEN_5], ids=str)
 def test_eight_levels_as_two_bytes(mode: Mode) -> None:
-    spec = operands.side_spec(mode, 128, 2, FLOAT16, True)
+    spec = side_spec.side_spec(mode, 128, 2, FLOAT16, True)
     assert spec.kind == "halves"
     register, rows = every_integer()
     # The high bits of the eight channels of each integer, and above them those of other channels.
@@ -148,7 +195,7 @@ def test_eight_levels_as_two_bytes(mode: Mode) -> None:
 @pytest.mark.parametrize("mode", [*AFFINE, LLOYD1, LLOYD2, SMAX2], ids=str)
 def test_digits(mode: Mode) -> None:
     """Operands of keys whose queries are integers: four bytes of codes at a time."""
-    spec = operands.side_spec(mode, 128, 2, BFLOAT16, True, True)
+    spec = side_spec.side_spec(mode, 128, 2, BFLOAT16, True, True)
     assert spec.digits
     register, rows = every_integer()
     codes = codes_of(rows.reshape(-1, 4, 1), mode.bits)

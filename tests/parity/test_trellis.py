@@ -24,6 +24,7 @@ from tests.ptx import halves_of, run_ptx, run_ptx_to
 kernels = pytest.importorskip("kvq.kernels")
 launch = pytest.importorskip("kvq.kernels.launch")
 operands = pytest.importorskip("kvq.kernels.operands")
+side_spec = pytest.importorskip("kvq.kernels.side_spec")
 trellis_operands = pytest.importorskip("kvq.kernels.trellis_operands")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,9 +105,9 @@ def test_rows_on_odd_bytes(mode: Mode) -> None:
 def test_a_window_too_wide_for_rows_on_odd_bytes() -> None:
     trellis = replace(TRELLISES["linear_2_10"], name="wide", window_bits=12)
     wide = replace(TRELLIS2, name="wide", trellis=trellis)
-    assert operands.side_spec(wide, 64, 2, 2.0**-11, False).kind == "states"
+    assert side_spec.side_spec(wide, 64, 2, 2.0**-11, False).kind == "states"
     with pytest.raises(ValueError, match="must lie in rows of an even number of bytes"):
-        operands.side_spec(wide, 64, 1, 2.0**-11, False)
+        side_spec.side_spec(wide, 64, 1, 2.0**-11, False)
 
 
 # ------------------------------------------------------- what only a GPU runs, one step at a time
@@ -121,7 +122,7 @@ VALUE_LANES, VALUE_PLACES = ((0, 4), (0, 8), (1, 0), (2, 0), (4, 0)), ((0, 1), (
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
 def test_what_follows_comes_from_other_threads(keys: bool, head_dim: int) -> None:
-    spec = operands.side_spec(TRELLIS2, head_dim, 2, 2.0**-11, True)
+    spec = side_spec.side_spec(TRELLIS2, head_dim, 2, 2.0**-11, True)
     integers = np.random.default_rng(0).integers(2**16, size=(16, 16)).astype(np.uint64)
     after = np.roll(integers[:, : spec.count], -1, axis=1)
     lanes, places = (KEY_LANES, KEY_PLACES) if keys else (VALUE_LANES, VALUE_PLACES)
@@ -164,7 +165,7 @@ def test_a_kernel_that_asks_the_wrong_threads_is_refused(
 
 def test_labels_in_registers() -> None:
     """The instructions for Hopper, in Python: float16 numbers of two integers at a time."""
-    spec = operands.side_spec(TRELLIS2, 128, 2, 2.0**-11, True)
+    spec = side_spec.side_spec(TRELLIS2, 128, 2, 2.0**-11, True)
     assert spec.kind == "labels"
     codes = torch.randint(4, (40, 128), generator=_generator(), dtype=torch.uint8)
     levels = reference.trellis.level_table(TRELLIS2.trellis, torch.device("cpu"))[
