@@ -28,7 +28,7 @@ EXAMPLES: Final = (
     "kvq eval --model ./SmolLM2-135M --text prose.txt",
     "kvq eval --model m.gguf --text prose.txt --recipe int4 --recipe k=int8,v=int2,first=4",
     "kvq eval --model m --text t.txt --recipe k=int4,v=int4,center=first",
-    "kvq eval --model m --text t.txt --device cuda --generate 1000 --passkey 4096 --passkey 8100",
+    "kvq eval --model m --text t.txt --device cuda --batch 16 --generate 1000 --passkey 4096",
 )
 
 
@@ -73,6 +73,9 @@ def command(
     position_offset: Annotated[
         int, typer.Option(help="The position of a window's first token, in full precision too.")
     ] = 0,
+    batch: Annotated[
+        int, typer.Option(help="Windows, and prompts of greedy decoding, that run at once.")
+    ] = 1,
     dtype: ComputeDtype = "float32",
     device: Device = "cpu",
     gguf_file: GgufFile = None,
@@ -86,7 +89,7 @@ def command(
     cache, in prefill and in decoding. A run that was stopped goes on where it was.
     """
     from kvq.calibration_files import load_calibration
-    from kvq.checks import check_device_name
+    from kvq.checks import check_device_name, check_int
     from kvq.evaluation.recipes import check_named_once, default_recipes, parse_recipe
     from kvq.evaluation.run import SCHEMA, Settings, run_evaluation
     from kvq.integrations.capture import load_model, read_dtype, read_text
@@ -106,6 +109,7 @@ def command(
         raise ValueError(
             f"decode must be at most {tokens - 2} of a window's {tokens} tokens, got {decode}"
         )
+    check_int("batch", batch, 1)
     check_device_name(device)
     check_output_folder("out", out)
     check_output("keep", keep)
@@ -126,6 +130,7 @@ def command(
         settings,
         inputs={"text": text_source, "license": license_notes},
         calibration=calibrated,
+        batch=batch,
     )
     if keep is not None:
         from kvq.analysis.results import write_result

@@ -58,44 +58,49 @@ def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int:
 
 
 @torch.no_grad()
-def greedy(model: Any, prompt: Tensor, cache: Any, count: int) -> list[int]:
-    """`count` greedy tokens after a prompt `[T]`, whatever they are; no token ends them."""
-    ids = prompt.to(model.device)[None]
-    logits = run_model(model, ids, cache)
-    found: list[int] = []
-    for _ in range(count):
-        token = logits[:, -1:].argmax(-1)
-        found.append(int(token))
-        if len(found) < count:
-            logits = run_model(model, token, cache)
-    return found
+def greedy(model: Any, prompts: Tensor, cache: Any, count: int) -> list[list[int]]:
+    """`count` greedy tokens after each prompt `[B, T]`, whatever they are; no token ends them."""
+    logits = run_model(model, prompts.to(model.device), cache)
+    found = [logits[:, -1:].argmax(-1)]
+    while len(found) < count:
+        logits = run_model(model, found[-1], cache)
+        found.append(logits[:, -1:].argmax(-1))
+    tokens: list[list[int]] = torch.cat(found, 1)[:, :count].tolist()
+    return tokens
 
 
-def continue_prompt(
-    model: Any, prompt: Tensor, recipe: Recipe | None, count: int, capacity: int = 0
-) -> list[int]:
-    """Greedy tokens on the cache of a recipe, or in full precision (`None`)."""
+def continue_prompts(
+    model: Any, prompts: Tensor, recipe: Recipe | None, count: int, capacity: int = 0
+) -> list[list[int]]:
+    """Greedy tokens on the cache of a recipe, or in full precision (`None`), of prompts `[B, T]`
+    that run at once."""
     if recipe is None:
         with attending(model, None):
-            return greedy(model, prompt, transformers_cache(model), count)
+            return greedy(model, prompts, transformers_cache(model), count)
     with attending(model, "kvq"):
-        return greedy(model, prompt, recipe.new_cache(model.config, capacity=capacity), count)
+        return greedy(model, prompts, recipe.new_cache(model.config, capacity=capacity), count)
 
 
 def measure_divergence(
-    model: Any, index: int, prompt: Tensor, recipe: Recipe, reference: Sequence[int]
-) -> Divergence:
-    """Greedy decoding of one prompt beside the tokens of full precision."""
-    tokens = continue_prompt(
-        model, prompt, recipe, len(reference), capacity=len(prompt) + len(reference)
-    )
-    return Divergence(
-        index,
-        str(recipe),
-        len(tokens),
-        first_difference(tokens, reference),
-        distinct_grams(tokens),
-    )
+    model: Any,
+    indices: Sequence[int],
+    prompts: Tensor,
+    recipe: Recipe,
+    references: Sequence[Sequence[int]],
+) -> list[Divergence]:
+    """Greedy decoding of prompts `[B, T]` beside the tokens of full precision of each."""
+    count = len(references[0])
+    found = continue_prompts(model, prompts, recipe, count, capacity=prompts.shape[1] + count)
+    return [
+        Divergence(
+            index,
+            str(recipe),
+            count,
+            first_difference(tokens, reference),
+            distinct_grams(tokens),
+        )
+        for index, tokens, reference in zip(indices, found, references, strict=True)
+    ]
 
 
 def passkey_prompt(
@@ -132,6 +137,6 @@ def measure_passkey(
     """Ask for a key of five digits, which depends on length and depth alone."""
     key = 10_000 + (length * 7919 + int(depth * 1000) * 104_729) % 90_000
     prompt = passkey_prompt(tokenizer, filler, length, depth, key)
-    tokens = continue_prompt(model, prompt, recipe, 10, capacity=length + 10)
+    (tokens,) = continue_prompts(model, prompt[None], recipe, 10, capacity=length + 10)
     name = "full precision" if recipe is None else str(recipe)
     return Passkey(length, depth, name, str(key) in tokenizer.decode(tokens))

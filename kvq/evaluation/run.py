@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,7 +23,7 @@ from kvq.checks import check_int, check_tuple
 from kvq.evaluation.generation import (
     Divergence,
     Passkey,
-    continue_prompt,
+    continue_prompts,
     distinct_grams,
     measure_divergence,
     measure_passkey,
@@ -31,7 +31,7 @@ from kvq.evaluation.generation import (
 from kvq.evaluation.prose import SEPARATOR
 from kvq.evaluation.recipes import Recipe, check_named_once, parse_recipe
 from kvq.evaluation.summary import summarize, window_table
-from kvq.evaluation.windows import WindowSums, cut_windows, evaluate_window
+from kvq.evaluation.windows import WindowSums, cut_windows, evaluate_windows
 from kvq.integrations.capture import LoadedModel
 
 #: Name and version of the manifest's format.
@@ -114,6 +114,7 @@ def run_evaluation(
     *,
     inputs: Mapping[str, str] | None = None,
     calibration: Calibration | None = None,
+    batch: int = 1,
     progress: bool = True,
 ) -> EvaluationResult:
     """Measure recipes on a model and a text; what the folder holds already is not run again.
@@ -126,6 +127,7 @@ def run_evaluation(
         settings: What to measure of each.
         inputs: Strings to record beside those that are known here.
         calibration: Of the model, for recipes that need one.
+        batch: Windows, and prompts of greedy decoding, that run at once.
         progress: Show a bar, where there is a terminal.
 
     Returns:
@@ -137,6 +139,7 @@ def run_evaluation(
             model, or the folder holds another evaluation.
     """
     check_named_once(recipes)
+    check_int("batch", batch, 1)
     model, tokenizer = loaded.model, loaded.tokenizer
     recipes = [recipe.bind(model, calibration) for recipe in recipes]
     documents = [
@@ -153,8 +156,8 @@ def run_evaluation(
     }
     folder = Path(out)
     kept = _Kept(folder, {"settings": asdict(settings), "inputs": known})
-    tasks = _window_tasks(model, windows, recipes, settings, kept)
-    tasks += _generation_tasks(model, windows, recipes, settings, kept)
+    tasks = _window_tasks(model, windows, recipes, settings, kept, batch)
+    tasks += _generation_tasks(model, windows, recipes, settings, kept, batch)
     tasks += _passkey_tasks(loaded, documents, recipes, settings, kept)
     for task in tqdm(tasks, unit="task", disable=None if progress else True):
         for row in task():
@@ -171,24 +174,34 @@ def _window_tasks(
     recipes: Sequence[Recipe],
     settings: Settings,
     kept: _Kept,
+    batch: int,
 ) -> list[_Task]:
-    """One task for each window: full precision runs once for all recipes that lack it."""
+    """One task for each batch of windows: full precision runs once for all recipes it lacks."""
 
-    def task(index: int, missing: Sequence[Recipe]) -> _Task:
-        return lambda: evaluate_window(
-            model, index, windows[index], missing, settings.decode, settings.position_offset
+    def task(indices: list[int], missing: Sequence[Recipe]) -> _Task:
+        return lambda: evaluate_windows(
+            model, indices, windows[indices], missing, settings.decode, settings.position_offset
         )
 
-    tasks = []
     phases = 2 if settings.decode > 1 else 1
     rows = {(row.window, row.recipe, row.phase) for row in kept.of(WindowSums)}
     kept_phases = Counter((window, recipe) for window, recipe, _ in rows)
-    for index in range(len(windows)):
-        done = {str(recipe) for recipe in recipes if kept_phases[index, str(recipe)] == phases}
-        missing = [recipe for recipe in recipes if str(recipe) not in done]
-        if missing:
-            tasks.append(task(index, missing))
-    return tasks
+    missing = [
+        [recipe for recipe in recipes if kept_phases[index, str(recipe)] < phases]
+        for index in range(len(windows))
+    ]
+    return [task(indices, missing[indices[0]]) for indices in _batches(missing, batch)]
+
+
+def _batches(missing: Sequence[Sequence[Recipe]], batch: int) -> Iterator[list[int]]:
+    """Indices of what lacks the same recipes, so many at a time; what lacks none is left out."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for index, recipes in enumerate(missing):
+        if recipes:
+            groups.setdefault(tuple(map(str, recipes)), []).append(index)
+    for group in groups.values():
+        for start in range(0, len(group), batch):
+            yield group[start : start + batch]
 
 
 def _generation_tasks(
@@ -197,27 +210,28 @@ def _generation_tasks(
     recipes: Sequence[Recipe],
     settings: Settings,
     kept: _Kept,
+    batch: int,
 ) -> list[_Task]:
-    """One task for each prompt, which decodes in full precision first."""
+    """One task for each batch of prompts, which decodes in full precision first."""
 
-    def task(index: int, missing: Sequence[Recipe]) -> _Task:
+    def task(indices: list[int], missing: Sequence[Recipe]) -> _Task:
         def run() -> Iterable[Divergence]:
-            prompt = windows[index, : settings.prompt_tokens]
-            reference = continue_prompt(model, prompt, None, settings.generate)
-            count = len(reference)
-            yield Divergence(index, FULL, count, count, distinct_grams(reference))
+            prompts = windows[indices, : settings.prompt_tokens]
+            references = continue_prompts(model, prompts, None, settings.generate)
+            for index, reference in zip(indices, references, strict=True):
+                count = len(reference)
+                yield Divergence(index, FULL, count, count, distinct_grams(reference))
             for recipe in missing:
-                yield measure_divergence(model, index, prompt, recipe, reference)
+                yield from measure_divergence(model, indices, prompts, recipe, references)
 
         return run
 
-    tasks = []
-    for index in range(min(settings.prompts, len(windows)) if settings.generate else 0):
-        done = {row.recipe for row in kept.of(Divergence) if row.prompt == index}
-        missing = [recipe for recipe in recipes if str(recipe) not in done]
-        if missing:
-            tasks.append(task(index, missing))
-    return tasks
+    done = {(row.prompt, row.recipe) for row in kept.of(Divergence)}
+    missing = [
+        [recipe for recipe in recipes if (index, str(recipe)) not in done]
+        for index in range(min(settings.prompts, len(windows)) if settings.generate else 0)
+    ]
+    return [task(indices, missing[indices[0]]) for indices in _batches(missing, batch)]
 
 
 def _passkey_tasks(

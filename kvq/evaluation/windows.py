@@ -67,44 +67,59 @@ def cut_windows(documents: Sequence[Sequence[int]], length: int, count: int) -> 
     return torch.tensor(chosen, dtype=torch.int64)
 
 
-@torch.no_grad()
 def evaluate_window(
     model: Any, index: int, ids: Tensor, recipes: Sequence[Recipe], decode: int, offset: int = 0
 ) -> Iterator[WindowSums]:
-    """Measure recipes on one window.
+    """Measure recipes on one window: `evaluate_windows` of one, `ids` `[T]`."""
+    check_shape("ids", check_tensor("ids", ids), (None,), "[T]")
+    return evaluate_windows(model, [index], ids[None], recipes, decode, offset)
+
+
+@torch.no_grad()
+def evaluate_windows(
+    model: Any,
+    indices: Sequence[int],
+    ids: Tensor,
+    recipes: Sequence[Recipe],
+    decode: int,
+    offset: int = 0,
+) -> Iterator[WindowSums]:
+    """Measure recipes on windows that run at once.
 
     Args:
         model: A causal model of transformers.
-        index: Of the window.
-        ids: `[T]` int64, its tokens.
+        indices: Of the windows.
+        ids: `[B, T]` int64, their tokens.
         recipes: What to measure, bound to the model.
         decode: How many of the last tokens are run one at a time; the others are run at once.
         offset: The position of the first token, for full precision and recipes alike.
 
     Yields:
-        One or two rows for each recipe: `prefill`, and `decode` if there is any.
+        One or two rows for each recipe and window: `prefill`, and `decode` if there is any.
 
     Raises:
-        ValueError: `decode` is not from 0 to T - 2.
+        ValueError: `decode` is not from 0 to T - 2, or `indices` are not as many as windows.
     """
     check_model(model)
     check_dtype("ids", check_tensor("ids", ids), torch.int64)
-    check_shape("ids", ids, (None,), "[T]")
+    check_shape("ids", ids, (None, None), "[B, T]")
     check_token_ids("ids", ids, model)
     check_list("recipes", recipes, Recipe)
     check_int("decode", decode)
     check_int("offset", offset, 0)
-    tokens = len(ids)
+    if len(indices) != len(ids):
+        raise ValueError(f"indices must be as many as windows, {len(ids)}, got {len(indices)}")
+    tokens = ids.shape[1]
     if not 0 <= decode <= tokens - 2:
         raise ValueError(f"decode must be from 0 to {tokens - 2}, got {decode}")
-    ids = ids.to(model.device)[None]
+    ids = ids.to(model.device)
     options = {}
 
     def run(chunk: slice, cache: Any) -> Tensor:
         if offset:
             positions = torch.arange(chunk.start, chunk.stop, device=model.device) + offset
-            options["position_ids"] = positions[None]
-        return run_model(model, ids[:, chunk], cache, **options)[0]
+            options["position_ids"] = positions[None].expand(len(ids), -1)
+        return run_model(model, ids[:, chunk], cache, **options)
 
     with attending(model, None):
         reference = run(slice(0, tokens), None)
@@ -114,15 +129,19 @@ def evaluate_window(
             cache = recipe.new_cache(model.config, capacity=tokens)
             parts = [run(slice(0, prompt), cache)]
             parts += [run(slice(i, i + 1), cache) for i in range(prompt, tokens - 1)]
-        logits = torch.cat(parts)[: tokens - 1]
+        logits = torch.cat(parts, 1)
         # The last token of the prompt is scored in its pass.
-        for phase, rows in (
+        phases = (
             ("prefill", slice(0, min(prompt, tokens - 1))),
             ("decode", slice(prompt, tokens - 1)),
-        ):
-            if rows.stop > rows.start:
-                sums = compare(logits[rows], reference[: tokens - 1][rows], ids[0, 1:][rows])
-                yield WindowSums(index, str(recipe), phase, rows.stop - rows.start, *sums)
+        )
+        for place, index in enumerate(indices):
+            for phase, rows in phases:
+                if rows.stop > rows.start:
+                    sums = compare(
+                        logits[place, rows], reference[place, rows], ids[place, 1:][rows]
+                    )
+                    yield WindowSums(index, str(recipe), phase, rows.stop - rows.start, *sums)
 
 
 def compare(logits: Tensor, reference: Tensor, targets: Tensor) -> tuple[float, float, float, int]:

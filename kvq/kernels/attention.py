@@ -29,6 +29,8 @@ __all__ = ["merge_attention", "paged_attention"]
 
 #: The kinds of operands that take many registers.
 CROWDED = {"sevens", "halves", "labels", "states"}
+#: The kinds whose levels are loaded one by one.
+IN_MEMORY = {"states", "table"}
 #: Half an ulp of 1.0: what a codebook's levels are measured against.
 ACCURACY = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
 
@@ -134,6 +136,7 @@ def paged_attention(
         (keys.padded, value_side.padded),
         wide=wide,
         crowded=bool(CROWDED & {keys.kind, value_side.kind}) or value_side.streams > 8,
+        in_memory=bool(IN_MEMORY & {keys.kind, value_side.kind}),
     ):
         # Where queries are few their digits cost nothing, and integers are had for less than
         # float16 numbers. Many queries are float16 numbers: one holds a bfloat16 that is not

@@ -281,8 +281,10 @@ MOST_SPLIT: Final = 4096
 SPLITS: Final = 32
 #: Keys of a split where a sequence has many queries.
 PREFILL_SPLIT: Final = 32_768
-#: Keys of an iteration and iterations in flight of a program there.
-PREFILL_TILE: Final = 64
+#: Keys of an iteration and iterations in flight of a program there. 128 keys spill, and are still
+#: an eighth to a fifth faster (int4, lloyd4, int8); wider heads, and operands that differ in
+#: width, get half as many.
+PREFILL_TILE: Final = 128
 PREFILL_STAGES: Final = 2
 #: Rows of queries of a program there, and warps: as the matrix unit of Hopper takes them, from
 #: shared memory; or, where operands of keys and of values differ in width, as older ones do, from
@@ -302,10 +304,9 @@ TILE_BYTES: Final = 4096
 PIECE: Final = 16
 #: Iterations in flight.
 ATTENTION_STAGES: Final = 3
-#: Registers of a thread for one token of four heads: twelve warps share a multiprocessor.
+#: Registers of a thread for one token of four heads: twelve warps share a multiprocessor. With
+#: 232, and so eight warps, lloyd3 takes 1.09 times as long at 64 sequences of 32k, lloyd4 1.06.
 ATTENTION_REGISTERS: Final = 168
-#: The same where operands take more.
-CROWDED_REGISTERS: Final = 168
 
 
 def _query_ranges(heads: int) -> Iterator[tuple[int, int]]:
@@ -328,6 +329,7 @@ def attention_plans(
     *,
     wide: bool,
     crowded: bool,
+    in_memory: bool,
 ) -> list[AttentionPlan]:
     """The launches that a batch may need.
 
@@ -342,6 +344,7 @@ def attention_plans(
         wide: Float64 throughout.
         crowded: Whether operands take many registers: both bytes of levels are looked up, or an
             integer holds more than eight codes.
+        in_memory: Whether levels are loaded one by one.
     """
     tile = PIECE
     while tile < (32 if crowded else 64) and 2 * tile * row_bytes <= TILE_BYTES:
@@ -350,6 +353,7 @@ def attention_plans(
     alike = widths[0] == widths[1]
     prefill_rows = PREFILL_ROWS if alike else UNLIKE_ROWS
     prefill_warps = PREFILL_WARPS if alike else UNLIKE_WARPS
+    prefill_tile = PREFILL_TILE if alike and head_dim <= 128 else PREFILL_TILE // 2
     plans = []
     for fewest, most in _query_ranges(heads):
         if most_queries < fewest:
@@ -367,8 +371,8 @@ def attention_plans(
                     tokens=tokens,
                     heads=heads,
                     columns=columns,
-                    tile=PREFILL_TILE,
-                    piece=PREFILL_TILE,
+                    tile=prefill_tile,
+                    piece=prefill_tile,
                     stages=PREFILL_STAGES,
                     warps=prefill_warps,
                     registers=None,
@@ -390,9 +394,7 @@ def attention_plans(
                 piece=PIECE,
                 stages=ATTENTION_STAGES,
                 warps=1,
-                registers=(CROWDED_REGISTERS if crowded else ATTENTION_REGISTERS)
-                if small
-                else None,
+                registers=ATTENTION_REGISTERS if small and not in_memory else None,
                 least_split=LEAST_SPLIT,
                 most_split=MOST_SPLIT if decodes else PREFILL_SPLIT,
                 splits=SPLITS if decodes else 1,

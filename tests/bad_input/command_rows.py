@@ -380,6 +380,7 @@ LINES: Final[dict[str, list[Line]]] = {
         *at_least("--tokens", 2, CAPTURE),
         *at_least("--windows", 1, CAPTURE),
         *at_least("--decode", 0, CAPTURE),
+        *at_least("--batch", 1, CAPTURE),
         bad("--decode", f"{CAPTURE} --tokens 64 --decode 63", "decode must be at most 62 of a window's 64 tokens, got 63"),
         *at_least("--generate", 0, CAPTURE),
         *at_least("--prompts", 1, CAPTURE),

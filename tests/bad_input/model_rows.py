@@ -410,6 +410,27 @@ CALLS: list[Call] = [
         },
         open={"index": "recorded as it is"},
     ),
+    Call(
+        "evaluate_windows",
+        windows.evaluate_windows,
+        lambda _: {"model": model(), "indices": [0], "ids": TOKENS[None], "recipes": [], "decode": 2},
+        {
+            "model": MODEL,
+            "indices": [([0, 1], ValueError, "indices must be as many as windows, 1, got 2")],
+            "ids": [
+                *no_tensors("ids", TOKENS[None]),
+                (TOKENS[None].float(), TypeError, "ids must be int64, got float32"),
+                (TOKENS, ValueError, "ids must be [B, T] of shape [any, any], got [8]"),
+                (TOKENS[None] + 96, ValueError, "ids must be from 0 to 96, got 97"),
+            ],
+            "recipes": [(["int4"], TypeError, "recipes[0] must be a Recipe, got str")],
+            "decode": [
+                *kind("decode", "an int", "1", None),
+                (7, ValueError, "decode must be from 0 to 6, got 7"),
+            ],
+            "offset": count("offset", 0),
+        },
+    ),
 ]  # fmt: skip
 
 ALONE: list[Call] = [

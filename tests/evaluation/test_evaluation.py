@@ -132,11 +132,11 @@ def test_generation_measures() -> None:
     assert generation.distinct_grams(list(range(10))) == 1.0
     assert generation.distinct_grams([1, 2]) == 1.0
     model = tiny_model("llama", "sdpa")
-    reference = generation.continue_prompt(model, prompt(1)[0], None, 12)
+    (reference,) = references = generation.continue_prompts(model, prompt(1), None, 12)
     alone = model.generate(prompt(1), max_new_tokens=12, do_sample=False)[0, 40:]
     assert reference == alone.tolist()
     recipe = parse_recipe("k=int2,v=int2")
-    row = generation.measure_divergence(model, 3, prompt(1)[0], recipe, reference)
+    (row,) = generation.measure_divergence(model, [3], prompt(1), recipe, references)
     assert row.tokens == 12
     assert row.first_difference < 12
 
@@ -207,10 +207,14 @@ SETTINGS = run.Settings(
 
 
 def evaluate(
-    loaded: LoadedModel, out: Path, names: list[str], settings: run.Settings = SETTINGS
+    loaded: LoadedModel,
+    out: Path,
+    names: list[str],
+    settings: run.Settings = SETTINGS,
+    batch: int = 1,
 ) -> run.EvaluationResult:
     recipes = [parse_recipe(name) for name in names]
-    return run.run_evaluation(loaded, text(), recipes, out, settings, progress=False)
+    return run.run_evaluation(loaded, text(), recipes, out, settings, batch=batch, progress=False)
 
 
 def test_a_run_writes_what_it_says(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -239,16 +243,16 @@ def test_a_stopped_run_goes_on(
     names = ["int8", "int4"]
     whole = evaluate(loaded, tmp_path / "whole", names)
     windows: list[int] = []
-    original = run.evaluate_window
+    original = run.evaluate_windows
 
-    def stopping(model: Any, index: int, *args: Any) -> Any:
-        windows.append(index)
-        for row in original(model, index, *args):
-            if index == 3 and row.phase == "decode":
+    def stopping(model: Any, indices: list[int], *args: Any) -> Any:
+        windows.extend(indices)
+        for row in original(model, indices, *args):
+            if row.window == 3 and row.phase == "decode":
                 raise KeyboardInterrupt
             yield row
 
-    monkeypatch.setattr(run, "evaluate_window", stopping)
+    monkeypatch.setattr(run, "evaluate_windows", stopping)
     out = tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):
         evaluate(loaded, out, names)
@@ -256,7 +260,7 @@ def test_a_stopped_run_goes_on(
         file.write('["WindowSums", [3, "int')  # a line that was being written
     windows.clear()
     monkeypatch.setattr(
-        run, "evaluate_window", lambda *args: windows.append(args[1]) or original(*args)
+        run, "evaluate_windows", lambda *args: windows.extend(args[1]) or original(*args)
     )
     again = evaluate(loaded, out, names)
     assert windows == [3, 4]
@@ -269,6 +273,34 @@ def test_a_stopped_run_goes_on(
     assert [row["recipe"] for row in more.rows()] == ["int8", "int4", "int2"]
     with pytest.raises(ValueError, match="out must be a folder of the same model, text and"):
         evaluate(loaded, out, names, run.Settings(tokens=12, windows=4, prompt_tokens=5))
+
+
+def test_windows_and_prompts_at_once(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["int8", "int4"]
+    alone = evaluate(loaded, tmp_path / "alone", names)
+    batches: list[list[int]] = []
+    original = run.evaluate_windows
+    monkeypatch.setattr(
+        run, "evaluate_windows", lambda *args: batches.append(args[1]) or original(*args)
+    )
+    together = evaluate(loaded, tmp_path / "together", names, batch=3)
+    assert batches == [[0, 1, 2], [3, 4]]
+    tables = [
+        pd.read_parquet(result.files[0].parent / "tables/windows.parquet").sort_values(
+            ["window", "recipe", "phase"], ignore_index=True
+        )
+        for result in (alone, together)
+    ]
+    pd.testing.assert_frame_equal(*tables, rtol=1e-4)
+    pd.testing.assert_frame_equal(alone.generation, together.generation)
+    # What lacks different recipes does not run together.
+    batches.clear()
+    evaluate(loaded, tmp_path / "together", ["int8", "int2"], batch=9)
+    assert batches == [[0, 1, 2, 3, 4]]
+    with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
+        evaluate(loaded, tmp_path / "together", names, batch=0)
 
 
 def test_a_calibrated_run(loaded: LoadedModel, tmp_path: Path) -> None:

@@ -600,7 +600,9 @@ def test_a_short_bias_ends() -> None:
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 16, 71])
 def test_every_number_of_new_tokens_has_one_launch(group: int) -> None:
-    plans = launch.attention_plans(group, 10**6, 64, 128, (64, 64), wide=False, crowded=False)
+    plans = launch.attention_plans(
+        group, 10**6, 64, 128, (64, 64), wide=False, crowded=False, in_memory=False
+    )
     for tokens in (*range(1, 20), 500, 10**6):
         (plan,) = [plan for plan in plans if plan.fewest <= tokens <= plan.most]
         if 1 < tokens <= 8 // min(group, 16):
