@@ -22,6 +22,8 @@ from kvq.integrations.models import attending, check_model, run_model, transform
 
 #: Steps before a capture, in which kernels are compiled.
 _WARM_UP: Final = 3
+#: Tokens of the prompt of an all but empty cache: cuDNN takes no single key.
+_SHORT: Final = 8
 #: The implementations of SDPA that a cache of transformers is tried with.
 _BACKENDS: Final = (
     SDPBackend.FLASH_ATTENTION,
@@ -157,8 +159,8 @@ def _measure(
         whole = _decode(model, token, cache, steps, graph=fixed and device.type == "cuda")
         peak = _peak(device) - weights
         del cache
-        short = new_cache(16)
-        token = _prefill(model, ids[:, :1], short, 0)
+        short = new_cache(_SHORT + 16)
+        token = _prefill(model, ids[:, :_SHORT], short, 0)
         rest = _decode(model, token, short, 8, graph=fixed and device.type == "cuda") / 8
     step = whole / steps
     return ServingRow(

@@ -33,6 +33,9 @@ CROWDED = {"sevens", "halves", "labels", "states"}
 IN_MEMORY = {"states", "table"}
 #: Half an ulp of 1.0: what a codebook's levels are measured against.
 ACCURACY = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
+#: The same of keys, at most: an error of their levels counts as often as logits are large, and
+#: with logits of standard deviation 30 those of `ACCURACY` exceed the error budget.
+KEY_ACCURACY = 2.0**-10
 
 
 def _unit_bytes(codes: Tensor) -> int:
@@ -126,7 +129,8 @@ def paged_attention(
     value_row = triton.next_power_of_2(value_dim)
     longest = block_table.shape[1] * block_size
     row_bytes = max(key_codes.shape[3], value_codes.shape[3])
-    keys = side_spec(key_cache.mode, head_dim, _unit_bytes(key_codes), accuracy, ptx)
+    key_accuracy = min(accuracy, KEY_ACCURACY)
+    keys = side_spec(key_cache.mode, head_dim, _unit_bytes(key_codes), key_accuracy, ptx)
     most_queries = min(num_tokens, max_query_len or num_tokens)
     for plan in launch.attention_plans(
         num_heads // kv_heads,
@@ -145,7 +149,7 @@ def paged_attention(
             key_cache.mode,
             head_dim,
             _unit_bytes(key_codes),
-            accuracy,
+            key_accuracy,
             ptx,
             not plan.query_rows,
         )

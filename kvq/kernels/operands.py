@@ -270,14 +270,7 @@ def operands(x, high, table_ptr, SPEC: tl.constexpr, PTX: tl.constexpr, WIDE: tl
 def _digit_ptx(spec, stream):
     """Four bytes at once: `(x >> shift) & mask`, minus 128 where they could reach it."""
     if spec.kind == "bytes":
-        odd, half = stream % 2, stream // 2
-        move = "shr.u32 s, $1, 2;" if odd else "mov.b32 s, $1;"
-        table = _pack_bytes([int(level) for level in spec.levels])
-        half_move = "shr.u32 s, s, 16;" if half else ""
-        return (
-            f"{{ .reg .b32 s; {move} lop3.b32 s, s, 0x33333333, 0x44444444, 0xea; {half_move} "
-            f"prmt.b32 $0, s, {table:#x}, s; }}"
-        )
+        return _crumbs_ptx([int(level) for level in spec.levels], stream)
     shift, low = digit_place(spec.bits, stream)
     mask = (((1 << spec.bits) - 1) << low) * 0x01010101
     move = f"shr.u32 t, $1, {shift};" if shift else "mov.b32 t, $1;"
@@ -287,9 +280,23 @@ def _digit_ptx(spec, stream):
 
 
 @triton.constexpr_function
+def _crumbs_ptx(table, stream):
+    """Bytes of a table of four, by the even or odd crumbs of half a register."""
+    half, odd = divmod(stream, 2)
+    move = "shr.u32 s, $1, 2;" if odd else "mov.b32 s, $1;"
+    half_move = "shr.u32 s, s, 16;" if half else ""
+    return (
+        f"{{ .reg .b32 s; {move} lop3.b32 s, s, 0x33333333, 0x44444444, 0xea; {half_move} "
+        f"prmt.b32 $0, s, {_pack_bytes(table):#x}, s; }}"
+    )
+
+
+@triton.constexpr_function
 def _plane_ptx(spec, stream, plane):
-    """Seven bits of four levels at once, in the manner of `_sevens_ptx`."""
+    """Seven bits of four levels at once; of sixteen in the manner of `_sevens_ptx`."""
     table = [int(level) >> (7 * plane) & 0x7F for level in spec.levels]
+    if spec.bits == 2:
+        return _crumbs_ptx(table, stream)
     body = "{ .reg .b32 s, t, a, b; " + TABLE_REGISTERS
     body += f"xor.b32 t, $1, 0x88888888; shr.u32 s, $1, {16 * stream}; "
     body += f"shr.u32 t, t, {16 * stream}; "
@@ -337,7 +344,7 @@ def plane_operands(x, SPEC: tl.constexpr, PTX: tl.constexpr, PLANE: tl.constexpr
         if PTX:
             y = _in_fours(x, _plane_ptx(SPEC, j, PLANE))
         else:
-            code = (x.to(tl.int32) >> (4 * j)) & 15
+            code = (x.to(tl.int32) >> _code_shift(SPEC, j)) & _code_mask(SPEC)
             level = tl.full(code.shape, _integer_level(SPEC, 0), tl.int32)
             for i in tl.static_range(1, 1 << pick(SPEC, "bits")):
                 level = tl.where(code >= i, _integer_level(SPEC, i), level)

@@ -267,19 +267,20 @@ def _codebook_kind(
     unit, halves = fit_halves(levels)
     if len(levels) > MOST_CONSTANT_LEVELS:
         return "table", unit, 0.0, halves
-    if bits == 4 and integers:
+    most = BYTE_SHARE * accuracy
+    if bits == 2 and ptx:
+        fit = fit_integers(levels, _SEVEN_BITS)
+        if fit.error <= most:
+            scale = 2.0**24
+            return "bytes", fit.unit * scale, fit.offset / scale, fit.operands
+    if bits in (2, 4) and integers:
         fit = fit_integers(levels, _PLANES)
-        if fit.error <= BYTE_SHARE * accuracy:
+        if fit.error <= most:
             return "planes", fit.unit, fit.offset, fit.operands
     if not ptx:
         return "levels", unit, 0.0, halves
     if bits == 4:
         fit = fit_sevens(levels)
-        if fit.error <= BYTE_SHARE * accuracy:
+        if fit.error <= most:
             return "sevens", fit.unit, fit.offset, fit.operands
-    if bits == 2:
-        fit = fit_integers(levels, _SEVEN_BITS)
-        if fit.error <= BYTE_SHARE * accuracy:
-            scale = 2.0**24
-            return "bytes", fit.unit * scale, fit.offset / scale, fit.operands
     return "halves", unit, 0.0, halves

@@ -34,7 +34,7 @@ CACHES: dict[str, tuple[dict[str, Any], bool]] = {
 def save_model(folder: Path) -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=97,
+        vocab_size=96,
         hidden_size=128,
         intermediate_size=96,
         num_hidden_layers=2,

@@ -6,9 +6,9 @@ A process of its own, since the tests run the kernels interpreted:
 
 refuses kernels whose weights lie where their transposition does not look, and
 prints one JSON object for each kernel that `paged_attention` launches for sequences of one new
-token: mode, target, kernel, bytes of local and of shared memory, and for CUDA 90 the instructions
-of the loop over keys that are whole (`loop`: how many of each kind). The launches themselves are
-recorded and compiled, so nothing here repeats what they pass.
+token: mode, target, kernel, kinds of operands, bytes of local and of shared memory, and for CUDA
+90 the instructions of the loop over keys that are whole (`loop`: how many of each kind). The
+launches themselves are recorded and compiled, so nothing here repeats what they pass.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ def compile_attention(
     block_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
     features: AttentionFeatures = AttentionFeatures(),  # noqa: B008 (frozen)
-) -> Iterator[tuple[str, triton.compiler.CompiledKernel]]:
-    """Every kernel that is launched for two sequences of `query_tokens` new tokens each."""
+) -> Iterator[tuple[str, list[str], triton.compiler.CompiledKernel]]:
+    """Every kernel that is launched for two sequences of `query_tokens` new tokens each, and the
+    kinds of operands of attention's keys and values."""
     cuda = target.backend == "cuda"
     launches = []
 
@@ -120,7 +121,8 @@ def compile_attention(
             continue
         known = {k: v for k, v in options.items() if cuda or k == "num_warps"}
         source = source_of(kernel, values)
-        yield kernel.fn.__name__, triton.compile(source, target=target, options=known)
+        kinds = [plan.key.kind, plan.value.kind] if plan is not None else []
+        yield kernel.fn.__name__, kinds, triton.compile(source, target=target, options=known)
 
 
 def loop_instructions(compiled: triton.compiler.CompiledKernel) -> Counter[str]:
@@ -163,13 +165,16 @@ def main() -> None:
     cuda = backend == "cuda"
     target = GPUTarget(backend, int(arch) if cuda else arch, 32 if cuda else 64)
     for name in sys.argv[3:]:
-        for kernel, compiled in compile_attention(find_modes(name), target, int(sys.argv[2])):
+        for kernel, kinds, compiled in compile_attention(
+            find_modes(name), target, int(sys.argv[2])
+        ):
             if cuda:
                 check_operand_layout(compiled)
             record = {
                 "mode": name,
                 "target": sys.argv[1],
                 "kernel": kernel,
+                "operands": kinds,
                 "shared": compiled.metadata.shared,
                 "transposed": sorted(set(transposed_layouts(compiled.asm["ttgir"]))),
             }

@@ -40,6 +40,9 @@ SPILLS = {
     "trellis3_norm_match",
     "trellis3_unbiased",
 }
+#: Bytes that keys and values of sixteen levels spill; with more registers, which fewer warps can
+#: have, they are slower.
+FEW = 8
 LAUNCHED = {"_prepare_kernel", "attend_kernel", "combine_kernel"}
 
 
@@ -78,11 +81,23 @@ def test_weights_lie_where_their_transposition_looks(tokens: int, layout: str) -
             assert layout in record["transposed"][0]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "keys"), [(1, {"smax4": "planes", "smax2": "planes"}), (64, {"smax4": "halves"})]
+)
+def test_keys_are_more_accurate_than_values(tokens: int, keys: dict[str, str]) -> None:
+    """Logits of standard deviation 30 need it, in every launch."""
+    for record in compiled("cuda:90", tokens, tuple(keys)):
+        if record["kernel"] == "attend_kernel":
+            values = "bytes" if record["mode"] == "smax2" else "sevens"
+            assert record["operands"] == [keys[record["mode"]], values]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_mode_on_hopper() -> None:
     for record in compiled("cuda:90", 1, tuple(dict.fromkeys((*map(short_name, MODES), *KINDS)))):
-        assert record["local"] == 0 or record["mode"] in SPILLS, record
+        few = FEW if record["operands"] == ["planes", "sevens"] else 0
+        assert record["local"] <= few or record["mode"] in SPILLS, record
 
 
 @pytest.mark.slow

@@ -157,6 +157,24 @@ def test_digits_in_two_planes(mode: Mode, accuracy: float) -> None:
         assert_accurate(read, levels_of(codes[:, stream], mode), accuracy)
 
 
+@pytest.mark.parametrize("mode", [LLOYD2, SMAX2], ids=str)
+def test_four_levels_in_two_planes(mode: Mode) -> None:
+    spec = side_spec.side_spec(mode, 128, 2, FLOAT16, True, True)
+    assert spec.kind == "planes"
+    register, rows = every_integer()
+    # Each half of a register is two streams: even and odd crumbs.
+    halves = codes_of(rows.reshape(-1, 4, 1), 2).reshape(-1, 2, 8)
+    for stream in range(4):
+        low, high = (
+            bytes_of(run_ptx(operands._plane_ptx.fn(spec, stream, plane), register))
+            for plane in range(2)
+        )
+        codes = halves[:, stream // 2, stream % 2 :: 2]
+        assert np.array_equal(high * 128 + low, np.array(spec.levels)[codes])
+        read = spec.unit * (high * 128 + low - spec.offset)
+        assert_accurate(read, levels_of(codes, mode), FLOAT16)
+
+
 @pytest.mark.parametrize("mode", [LLOYD4, SMAX4, EVEN_5], ids=str)
 def test_levels_that_few_bits_do_not_hold_take_two_whole_bytes(mode: Mode) -> None:
     assert side_spec.side_spec(mode, 128, 2, FLOAT16, True).kind == "halves"
