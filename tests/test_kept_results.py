@@ -151,6 +151,44 @@ def test_writing(table: Table) -> None:
             assert number == ratios[LAYOUTS[name], full_name(mode)], (name, mode)
 
 
+def served(row: dict[str, Any]) -> list[str]:
+    return [
+        f"{row['tokens_per_s']:,.0f}",
+        f"{row['ratio']:.2f}",
+        f"{row['ttft_ms']:,.0f}",
+        f"{row['tpot_ms']:.1f}",
+        f"{row['attention_share']:.0%}",
+        f"{row['peak_bytes'] / 1e9:.1f}",
+    ]
+
+
+def test_serving() -> None:
+    files = ("serving-h200.json", "decode-32k-h200.json")
+    rows = [kept(ROOT / "results" / name) for name in files]
+    summary, *whole = chosen("cache")
+    ratios = {row["mode"]: f"{row['ratio']:.2f}" for row in rows[0]}
+    assert summary.rows == [[summary.rows[0][0], *(ratios[mode] for mode in summary.head[1:])]]
+    assert [table.rows for table in whole] == [
+        [[row["mode"], *served(row)] for row in part] for part in rows
+    ]
+
+
+def test_trellis_codes_against_codebooks() -> None:
+    best = {
+        (row["key_mode"], row["batch"], row["context"]): row["ms"]
+        for row in kept(ROOT / "results/decode-h200.json")
+        if row["best"] and row["layout"] == "HND"
+    }
+    (table,) = chosen("mode")[-1:]
+    assert table.head[1] == "over"
+    for mode, other, *numbers, _ in table.rows:
+        shapes = ((64, 32_768), (64, 4_096), (1, 32_768))
+        assert numbers == [
+            f"{best[full_name(mode), *shape] / best[full_name(other), *shape]:.2f}"
+            for shape in shapes
+        ]
+
+
 def test_there_are_such_tables() -> None:
     heads = [table.head[0] for table in tables()]
     assert heads.count("batch x context") == 2
