@@ -75,12 +75,12 @@ def draw(activations: Activations, settings: Settings) -> tuple[Figure, pd.DataF
             mine["bits_per_value"], mine["kld"], yerr=interval, fmt=marker, color=color,
             ecolor=plots.GRAY, elinewidth=0.8, ms=11 if marker == "*" else 4.5, label=kind,
         )  # fmt: skip
+    counted = " to ".join(f"{n:,}" for n in sorted({*table["tokens"].agg(["min", "max"])}))
     axes.set(
         yscale="log",
         xlabel="stored bits per value",
         ylabel="KL divergence from full precision, nats per token",
-        title=f"{found[0][0]['inputs']['model']}: {len(table)} recipes, "
-        f"{table['tokens'].min():,} to {table['tokens'].max():,} tokens each",
+        title=f"{found[0][0]['inputs']['model']}: {len(table)} recipes, {counted} tokens each",
     )
     axes.title.set_fontsize(8.5)
     axes.margins(x=0.06)

@@ -265,7 +265,9 @@ SUBSETS: Final[dict[str, Subset]] = {
     "kvq/kernels/trellis.py": Subset(2, ("tests/parity/test_trellis.py",)),
     "kvq/kernels/cache.py": Subset(4, _WRITES),
     "kvq/kernels/merge.py": Subset(2, ("tests/parity/test_merge.py",)),
-    "kvq/kernels/operands.py": Subset(10, ("tests/parity/test_operand_ptx.py", *_ATTENTION)),
+    "kvq/kernels/byte_tables.py": Subset(3, ("tests/parity/test_operand_ptx.py",)),
+    "kvq/kernels/side_spec.py": Subset(8, ("tests/parity/test_operand_ptx.py", *_ATTENTION)),
+    "kvq/kernels/operands.py": Subset(8, ("tests/parity/test_operand_ptx.py", *_ATTENTION)),
     "kvq/kernels/trellis_operands.py": Subset(
         4,
         tuple(
@@ -279,6 +281,7 @@ SUBSETS: Final[dict[str, Subset]] = {
     ),
     "kvq/kernels/attention.py": Subset(8, _ATTENTION),
     "kvq/kernels/attention_loop.py": Subset(2, _ATTENTION),
+    "kvq/kernels/attention_queries.py": Subset(2, _ATTENTION),
     "kvq/kernels/attention_tile.py": Subset(1, _ATTENTION),
     "kvq/kernels/attention_pages.py": Subset(2, _ATTENTION),
     "kvq/kernels/attention_ends.py": Subset(2, _ATTENTION),
