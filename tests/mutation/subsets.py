@@ -279,7 +279,13 @@ SUBSETS: Final[dict[str, Subset]] = {
             )
         ),
     ),
-    "kvq/kernels/attention.py": Subset(8, _ATTENTION),
+    "kvq/kernels/attention.py": Subset(
+        8,
+        (
+            *_ATTENTION,
+            "tests/parity/test_attention.py::test_rotated_queries_keep_more_bits_than_one_float16",
+        ),
+    ),
     "kvq/kernels/attention_loop.py": Subset(2, _ATTENTION),
     "kvq/kernels/attention_queries.py": Subset(2, _ATTENTION),
     "kvq/kernels/attention_tile.py": Subset(1, _ATTENTION),

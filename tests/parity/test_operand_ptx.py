@@ -125,6 +125,7 @@ def test_sixteen_levels_as_two_times_seven_bits(mode: Mode) -> None:
     spec = side_spec.side_spec(mode, 128, 2, BFLOAT16, True)
     assert spec.kind == "sevens"
     assert all(bits & 0x8001 == 0 for bits in spec.level_bits)
+    assert side_spec.fit_sevens(mode.codebook.levels).error < 2.0**-11
     register, rows = every_integer()
     codes = codes_of(rows, 4)
     for stream in range(4):
